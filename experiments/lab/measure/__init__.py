@@ -1,1 +1,1 @@
-"""Numbers: calls, inputs, checks, times, hardware counters and counts. One module for each."""
+"""Modules that produce the numbers of experiments: calls, inputs, checks, times and counters."""

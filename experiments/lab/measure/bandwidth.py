@@ -1,8 +1,9 @@
-"""How fast a GPU's memories are read, by two simple kernels; how fast torch multiplies matrices.
+"""Measures the bandwidth of a GPU's memories, and torch's speed of multiplying matrices.
 
-`read_global` reads `footprint` bytes of global memory repeatedly. They come from L2 if they fit
-into L2, else from DRAM. No thread reads what its multiprocessor has read recently, so that L1
-serves nothing. `read_shared` reads shared memory without bank conflicts. Every access has 16 bytes.
+The kernel `read_global` reads `footprint` bytes of global memory repeatedly. These bytes come from
+L2 if they fit into L2, otherwise from DRAM. L1 serves no reads, because a multiprocessor never
+reads a chunk that it has read recently. The kernel `read_shared` reads shared memory without bank
+conflicts. Every access reads a chunk of 16 bytes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,31 +25,34 @@ from .series import columns
 from .timing import REPEATS, Timing, attempt, number
 
 CHUNK = 16  # bytes of an access
-UNROLL = 4  # accesses that a thread has on their way at a time
+UNROLL = 4  # loads that a thread issues before it uses their results
 AT_A_TIME = 4 * UNROLL
 THREADS, BLOCKS = 256, 1024
-# Chunks that all threads read side by side, and from there to the next: 37 blocks are skipped, so
-# that a multiprocessor comes back to a chunk after a hundred such steps, megabytes later.
+# AT_ONCE: the neighbouring chunks that all threads read in one step. STRIDE: chunks from one step
+# to the next. 37 thread blocks' chunks are skipped, so that a multiprocessor reads a chunk again
+# only after about a hundred steps, which is after megabytes.
 AT_ONCE = THREADS * BLOCKS
 STRIDE = AT_ONCE + 37 * THREADS
 LEAST_BYTES = STRIDE * CHUNK
 SHARED_THREADS, SHARED_FLOATS = 1024, 8192
 SHARED_STRIDE = 4 * SHARED_THREADS
-# What one run reads: long beside its launch.
+# Bytes and steps of one run. They take long compared with the launch.
 BYTES, SHARED_STEPS = 32 * 2**30, 65536
 MATMUL_SIZE = 8192
 
 
 @cache
 def make_read_global() -> Kernel:
-    """Return the kernel that reads global memory; it is launched with BLOCKS thread blocks.
+    """Return the kernel that reads global memory. It is launched with BLOCKS thread blocks.
 
-    Each thread reads `steps` chunks of X (chunks, 4) and stores their sum in Y.
+    Each thread reads `steps` chunks of 16 bytes, which are rows of X: (chunks, 4). It stores the
+    sum of their numbers in Y: (threads of the grid,). If a thread reaches the end of X, it
+    continues at the start.
 
     Returns
     -------
     Kernel
-        Its arguments are X, Y and steps.
+        The kernel, with the arguments X, Y and steps.
     """
 
     def read_global(X, Y, steps):
@@ -77,15 +81,16 @@ def make_read_global() -> Kernel:
 
 @cache
 def make_read_shared() -> Kernel:
-    """Return the kernel that reads shared memory.
+    """Return the kernel that reads shared memory repeatedly.
 
-    Each thread reads `steps` chunks of ones and stores their sum in Y. `stride` is an argument so
-    that the compiler cannot know that the same numbers come back.
+    Each thread reads `steps` chunks of 16 bytes and stores the sum of their numbers in Y: (threads
+    of the grid,). All numbers are 1. The distance between a thread's chunks, `stride` floats, is an
+    argument. Therefore the compiler cannot know that a thread reads the same chunks again.
 
     Returns
     -------
     Kernel
-        Its arguments are Y, steps and stride.
+        The kernel, with the arguments Y, steps and stride.
     """
 
     def read_shared(Y, steps, stride):
@@ -118,7 +123,7 @@ def make_read_shared() -> Kernel:
 
 
 def speed_of(work: float, milliseconds: Sequence[float]) -> Timing:
-    """Return the speed of runs that take the given times.
+    """Return the work per second of several runs.
 
     Parameters
     ----------
@@ -130,7 +135,7 @@ def speed_of(work: float, milliseconds: Sequence[float]) -> Timing:
     Returns
     -------
     Timing
-        TB/s or TFLOP/s.
+        Percentiles of the speed: TB/s if `work` is in bytes, TFLOP/s if it is in FLOPs.
 
     Examples
     --------
@@ -141,19 +146,20 @@ def speed_of(work: float, milliseconds: Sequence[float]) -> Timing:
 
 
 def global_steps(footprint: int, total: int = BYTES) -> int:
-    """Return how many chunks each thread reads, so that `total` bytes are read at least.
+    """Return the number of chunks that each thread reads in a run of about `total` bytes.
 
     Parameters
     ----------
     footprint : int
         Bytes that are read repeatedly.
     total : int
-        Bytes of a run. All of the footprint is read at least twice.
+        Bytes of a run. If the footprint is larger than half of `total`, the run reads about twice
+        the footprint.
 
     Returns
     -------
     int
-        A multiple of UNROLL.
+        The number of chunks per thread, a multiple of UNROLL.
 
     Raises
     ------
@@ -167,12 +173,12 @@ def global_steps(footprint: int, total: int = BYTES) -> int:
 
 
 def measure_global(X: Any, footprint: int, repeats: int) -> Timing:
-    """Measure how fast `footprint` bytes of global memory are read repeatedly.
+    """Measure the bandwidth of reading `footprint` bytes of global memory repeatedly.
 
     Parameters
     ----------
     X : array of float32, shape (chunks, 4)
-        Ones on the GPU.
+        Ones on the GPU. The array must contain at least `footprint` bytes.
     footprint : int
         Bytes that are read repeatedly.
     repeats : int
@@ -181,12 +187,12 @@ def measure_global(X: Any, footprint: int, repeats: int) -> Timing:
     Returns
     -------
     Timing
-        TB/s of all threads.
+        TB/s, summed over all threads.
 
     Raises
     ------
     WrongResult
-        If a sum is wrong.
+        If a thread's sum of the numbers that it read is wrong.
     """
     steps = global_steps(footprint)
     part = device.argument(X[: footprint // CHUNK])
@@ -194,7 +200,7 @@ def measure_global(X: Any, footprint: int, repeats: int) -> Timing:
 
 
 def measure_shared(multiprocessors: int, repeats: int) -> Timing:
-    """Measure how fast all multiprocessors read shared memory.
+    """Measure the bandwidth with which all multiprocessors together read shared memory.
 
     Parameters
     ----------
@@ -206,12 +212,12 @@ def measure_shared(multiprocessors: int, repeats: int) -> Timing:
     Returns
     -------
     Timing
-        TB/s of all threads.
+        TB/s, summed over all threads.
 
     Raises
     ------
     WrongResult
-        If a sum is wrong.
+        If a thread's sum of the numbers that it read is wrong.
     """
     blocks = 2 * multiprocessors
     threads = blocks * SHARED_THREADS
@@ -222,7 +228,11 @@ def _timed(
     kernel: Kernel, blocks: int, threads: int, steps: int, repeats: int, *first: Any,
     then: tuple[int, ...] = (),
 ) -> Timing:  # fmt: skip
-    """Check and time a kernel of which each thread reads `steps` chunks; return TB/s."""
+    """Check and time a kernel of which each thread reads `steps` chunks of ones; return TB/s.
+
+    The kernel is launched with `blocks` thread blocks, which have `threads` threads in total. Its
+    arguments are `first`, the array of sums, `steps`, and `then`.
+    """
     Y = device.empty((threads,))
     arguments = (*first, device.argument(Y), steps, *then)
 
@@ -243,7 +253,7 @@ def _check(sums: np.ndarray, expected: float) -> None:
 
 
 def measure_matmul(dtype: str, repeats: int) -> Timing:
-    """Measure how fast torch multiplies two square matrices; float32 without TF32.
+    """Measure the speed at which torch multiplies two square matrices (float32 without TF32).
 
     Parameters
     ----------
@@ -263,7 +273,7 @@ def measure_matmul(dtype: str, repeats: int) -> Timing:
 
 
 def matmul_peak(experiment: str, dtype: str, machine: str) -> Iterator[Row]:
-    """Yield the row with torch's speed of multiplying two square matrices.
+    """Yield one row with the speed at which torch multiplies two square matrices.
 
     Parameters
     ----------
@@ -277,7 +287,7 @@ def matmul_peak(experiment: str, dtype: str, machine: str) -> Iterator[Row]:
     Yields
     ------
     Row
-        One row. The size of the matrices is in its columns seqlen_q, seqlen_k and head_dim.
+        The row. Its columns seqlen_q, seqlen_k and head_dim contain the size of the matrices.
     """
     speed, failure = attempt(measure_matmul, dtype, REPEATS)
     size, one = MATMUL_SIZE, Problem(1, 1, 1, 1, 1, 1, dtype=dtype)
@@ -288,7 +298,7 @@ def matmul_peak(experiment: str, dtype: str, machine: str) -> Iterator[Row]:
 
 
 def ones(nbytes: int) -> Any:
-    """Return an array (chunks, 4) of ones on the GPU.
+    """Return an array of ones on the GPU, with one row per chunk of 16 bytes.
 
     Parameters
     ----------
@@ -297,8 +307,8 @@ def ones(nbytes: int) -> Any:
 
     Returns
     -------
-    array of float32
-        On the GPU.
+    array of float32, shape (nbytes // 16, 4)
+        The array.
     """
     X = device.empty((nbytes // CHUNK, 4))
     small = np.ones((2**20, 4), np.float32)

@@ -1,4 +1,4 @@
-"""Calls of any series, ours or torch's, in any pass and with options; and their checks."""
+"""Calls of any series, ours or torch's, in any pass and with options, and checks of results."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,13 +17,13 @@ from .check import Check, DropoutGate, Gate, WrongResult, gate, to_host
 from .timing import Timing, number
 from .workloads import Inputs
 
-LONGEST = 1024  # whose gradients are computed in float64
-# Of the options of our calls, what torch's take; the others have no counterpart there.
+LONGEST = 1024  # most rows of Q of a problem whose gradients are checked against float64
+# The options of our calls that torch's calls take too.
 _TAKEN = ("dropout_p", "kv_lens")
 
 
 def theirs(series: str) -> bool:
-    """Return whether a series is a kernel of torch.
+    """Return whether a series is run by torch instead of by our kernels.
 
     Parameters
     ----------
@@ -41,7 +41,7 @@ def theirs(series: str) -> bool:
 def make(
     series: str, pass_: str, problem: Problem, arrays: Sequence[Any], **options: Any
 ) -> Callable[..., Any]:
-    """Return a function that runs a series once in a pass.
+    """Return a function that runs one call of a series in one pass.
 
     Parameters
     ----------
@@ -52,14 +52,15 @@ def make(
     problem : Problem
         The problem.
     arrays : sequence of array
-        Arrays q, k and v on the GPU; with gradients dout too.
+        Arrays q, k and v on the GPU; for a pass with gradients also dout.
     **options
         Options of our call. torch's calls get `dropout_p` and `kv_lens` only.
 
     Returns
     -------
     callable
-        Takes the argument `out` and returns O or (dq, dk, dv).
+        Function ``run(out=None)`` that returns O, or the tuple (dq, dk, dv). Our forward calls
+        write O to `out` if it is given. Other calls ignore `out`.
     """
     source: Any = peers if theirs(series) else ours
     if theirs(series):
@@ -82,7 +83,8 @@ def shortened(longest: int, problem: Problem) -> Problem:
     Returns
     -------
     Problem
-        `problem` itself if it is short enough.
+        `problem` itself if it has at most `longest` rows. Otherwise a copy with batch 1 and with
+        `longest` rows of Q, K and V.
     """
     if problem.seqlen_q <= longest:
         return problem
@@ -90,19 +92,21 @@ def shortened(longest: int, problem: Problem) -> Problem:
 
 
 class Checks:
-    """The checks of an experiment's calls.
+    """The checks of the results of an experiment's calls.
 
-    O is checked on the problem itself. Gradients of a long problem are checked once on a shorter
-    problem with the same head dimension and mask; the check of the long problem then returns NaN.
+    O is checked on the problem itself. Gradients of a long problem are checked once, on a shorter
+    problem with the same head dimension and mask. The check of the long problem then accepts every
+    result and returns NaN as its error.
 
     Parameters
     ----------
     inputs : Inputs
-        Inputs of any problem.
+        Returns the input arrays of any problem.
     shorter : callable, optional
-        Returns the shorter problem of a problem. Default: at most 1024 rows.
+        Takes a problem and returns the problem on which gradients are checked. Default: the problem
+        cut to at most 1024 rows.
     given : callable, optional
-        Returns the options of a problem's calls. Default: none.
+        Takes a problem and returns options that all calls of the problem have. Default: no options.
     """
 
     def __init__(
@@ -117,7 +121,7 @@ class Checks:
     def __call__(
         self, series: str, pass_: str, problem: Problem, run: Any = None, **options: Any
     ) -> Check:
-        """Return the check of a series' result.
+        """Return the function that checks the result of one call of a series.
 
         Parameters
         ----------
@@ -128,21 +132,21 @@ class Checks:
         problem : Problem
             The problem.
         run : callable, optional
-            Takes a problem and its arrays and returns the call. Default: the call that `make`
-            returns.
+            Takes a problem and its arrays, and returns the function that makes the call. It is used
+            for the shorter problem. Default: the call that `make` returns.
         **options
             Options of the call.
 
         Returns
         -------
         callable
-            Takes a result and returns its relative error, NaN if the shorter problem was checked
-            instead.
+            Takes a result and returns the relative error of the result. Returns NaN if the shorter
+            problem was checked instead.
 
         Raises
         ------
         WrongResult
-            If the result of the shorter problem is wrong.
+            If there is a shorter problem, and its result is wrong.
         """
         small = problem if pass_ == "fwd" else self._shorter(problem)
         gate = self.gate(pass_, small)
@@ -160,14 +164,14 @@ class Checks:
         return self.once((series, pass_, small), shorter)
 
     def once(self, key: Any, check: Callable[[], Any]) -> Check:
-        """Run a check unless it has passed before; return a check that accepts everything.
+        """Run a check unless it has passed before. Return a check that accepts every result.
 
         Parameters
         ----------
         key : hashable
-            Identifies the check.
+            Identifies the check. A check with a known key is not run again.
         check : callable
-            The check; it raises if something is wrong.
+            Takes no argument. Raises an error if something is wrong.
 
         Returns
         -------
@@ -180,7 +184,7 @@ class Checks:
         return lambda result: float("nan")
 
     def gate(self, pass_: str, problem: Problem, **options: Any) -> Gate:
-        """Return the gate of a problem's result in a pass; it is made once.
+        """Return the gate that checks results of a problem. Equal arguments give the same gate.
 
         Parameters
         ----------
@@ -189,12 +193,12 @@ class Checks:
         problem : Problem
             The problem.
         **options
-            Options of the call, in addition to the given ones.
+            Options of the call, in addition to the options that `given` returns.
 
         Returns
         -------
         Gate
-            The gate.
+            A gate for O (pass "fwd") or for the gradients (other passes).
         """
         key = (pass_ == "fwd", problem, *map(str, options.items()))
         if key not in self._gates:
@@ -206,9 +210,9 @@ class Checks:
 def check_once(
     series: str, problem: Problem, host: Sequence[np.ndarray], options: dict[str, Any]
 ) -> None:
-    """Check O and the gradients of a small problem completely.
+    """Run both passes of a small problem, and check all elements of O and of the gradients.
 
-    For torch's calls with dropout, O is checked by `DropoutGate`, and gradients must be finite.
+    For torch's calls with dropout, `DropoutGate` checks O, and the gradients must be finite.
 
     Parameters
     ----------
@@ -217,7 +221,7 @@ def check_once(
     problem : Problem
         A small problem.
     host : sequence of ndarray
-        Arrays q, k, v and dout.
+        Arrays q, k, v and dout in host memory.
     options : dict
         Options of the call.
 
@@ -230,7 +234,7 @@ def check_once(
     valid = np.ones((problem.batch, 1, problem.seqlen_q, 1), np.float32)
     if q_lens is not None:
         valid[:, 0, :, 0] = np.arange(problem.seqlen_q) < np.asarray(q_lens)[:, None]
-    # Rows past q_lens are nobody's: torch has no such option, and computes them.
+    # Rows past q_lens are padding. torch has no such option, and computes these rows too.
     q, k, v, dout = (*host[:3], host[3] * valid)
     arrays = peers.on_device((q, k, v, dout), problem.dtype)
     out = to_host(make(series, "fwd", problem, arrays, **options)()) * valid
@@ -246,16 +250,16 @@ def check_once(
 
 
 def time_row(timing: Timing | None, failure: str = "", place: str = "", **columns: Any) -> Row:
-    """Return a row of time, or of a measurement that failed.
+    """Return the row with the time of a call, or the row that says why the measurement failed.
 
     Parameters
     ----------
     timing : Timing or None
-        Milliseconds; None if the measurement failed.
+        Milliseconds of the call; None if the measurement failed.
     failure : str, default ""
-        Why it failed.
+        Why the measurement failed; the end of the note.
     place : str, default ""
-        What no column says; the beginning of the note.
+        Beginning of the note: facts about the measurement for which there is no column.
     **columns
         The other columns of the row.
 
@@ -270,17 +274,17 @@ def time_row(timing: Timing | None, failure: str = "", place: str = "", **column
 
 
 def workspace_bytes(run: Callable[..., Any]) -> int:
-    """Return the peak memory of one of our calls, in bytes, besides inputs and output.
+    """Return the peak workspace of one of our calls: memory in addition to inputs and output.
 
     Parameters
     ----------
     run : callable
-        The call, as `make` returns it.
+        The call, as `make` returns it. It is called once without and once with `out`.
 
     Returns
     -------
     int
-        Bytes.
+        Bytes of GPU memory.
     """
     out = run()
     device.synchronize()
@@ -291,22 +295,23 @@ def workspace_bytes(run: Callable[..., Any]) -> int:
 
 
 def own_peak_bytes(run: Callable[..., Any], results: int) -> int:
-    """Return the peak memory of one of our calls, in bytes, with its results.
+    """Return the peak memory of one of our calls: its workspace and its results.
 
-    The peaks of workspace and results are added. The sum is a little too large if they are at
-    different times.
+    The peak of the workspace and the peak of the results are added. The sum is a little too large
+    if the two peaks occur at different times.
 
     Parameters
     ----------
     run : callable
         The call, as `make` returns it.
     results : int
-        Bytes of the results. With torch installed they are measured instead.
+        Bytes of the results. This number is used only if torch is missing. With torch, the memory
+        of the results is measured.
 
     Returns
     -------
     int
-        Bytes.
+        Bytes of GPU memory.
     """
     with device.track_memory() as memory:
         if peers.available():

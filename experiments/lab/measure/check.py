@@ -1,4 +1,4 @@
-"""Checks of results against float64, before anything is timed."""
+"""Checks of results against float64. A call is timed only after its result has passed a check."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ import numpy as np
 from fa_numba import reference
 from fa_numba.problem import Problem
 
-# Allowed beside the error of the unfused computation: a rounding of the result, or of an element as
-# a sum of planes.
+# Allowed in addition to the error of the unfused computation: one rounding of the result, and one
+# rounding of an input element to a sum of planes.
 ROUNDING = {"float32": 2.0**-23, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 PLANES_ROUNDING = {"ieee": 0.0, "fp16x3": 2.0**-22, "bf16x6": 2.0**-24, "bf16x3": 2.0**-16}
-# For kernels that are not ours: that they computed the same function. A forgotten scale or mask,
-# or TF32 in float32, is further off; another order of summation, or 16-bit scores, is not.
+# Bounds for other libraries' kernels. They detect a forgotten scale or mask, and TF32 in float32.
+# They allow another order of summation, and scores in 16 bits.
 PEER_BOUND = {"float32": 1e-4, "float16": 2.0**-8, "bfloat16": 2.0**-5}
-# How far from what dropout makes them a result's deviation and its size may be.
+# Dropout: relative error allowed in the deviation and in the size of a result (`DropoutGate`).
 DEVIATION_BOUND, SIZE_BOUND = 0.2, 0.06
-ROWS, DROPPED_ROWS = 32, 128  # of a block of rows that is checked, and of one with dropout
+ROWS, DROPPED_ROWS = 32, 128  # rows of a checked block without and with dropout
 GRADIENTS = ("dq", "dk", "dv")
 
 Check = Callable[[Any], float]
-# A part of a result: its name, its values in float64, and those of the unfused computation.
+# A part of a result: name, exact values in float64, values of the unfused computation.
 Part = tuple[str, np.ndarray, np.ndarray]
 
 
 class WrongResult(Exception):
-    """The result is further from float64 than the tolerance allows."""
+    """Raised if a result differs from the float64 result by more than the tolerance allows."""
 
 
 def to_host(array: Any) -> np.ndarray:
@@ -53,9 +53,9 @@ def to_host(array: Any) -> np.ndarray:
 
 
 def rounds(problem: Problem) -> dict[str, Any]:
-    """Return how the unfused computation of a problem's dtype rounds, as arguments of `reference`.
+    """Return the arguments with which `reference.unfused` rounds as in a problem's dtype.
 
-    Sums are float32 in every dtype. Matrices are rounded to the dtype.
+    Matrices are rounded to the dtype. Sums are float32 in every dtype.
 
     Parameters
     ----------
@@ -65,28 +65,29 @@ def rounds(problem: Problem) -> dict[str, Any]:
     Returns
     -------
     dict
-        The argument `matrix_dtype`.
+        The argument `matrix_dtype`: the dtype, or None for float32.
     """
     return {"matrix_dtype": None if problem.dtype == "float32" else problem.dtype}
 
 
 class Gate:
-    """A check of a result, part by part, against float64.
+    """A check of a call's result against float64, separately for each part, such as dq.
 
     ``gate(result)`` is for our kernels: it allows twice the error of the unfused computation plus
     one rounding. ``gate.peer(result)`` is for other libraries' kernels and allows `PEER_BOUND`.
-    Both return the largest relative error of a part. They raise `WrongResult` with the part's name.
+    Both return the largest of the parts' relative errors. If a part's error is too large, they
+    raise `WrongResult`, whose message names the part.
 
     Parameters
     ----------
     dtype : str
         Dtype of the problem.
     take : callable
-        Returns the parts of a result.
+        Takes a result and returns its parts, in the order of `parts`.
     parts : sequence of (str, ndarray, ndarray)
         Name of each part, its exact values in float64, and its values by the unfused computation.
     at : str, default ""
-        Text for the message, such as " at N=512".
+        Text for the error message, such as " at N=512".
     """
 
     def __init__(
@@ -101,9 +102,11 @@ class Gate:
 
     @classmethod
     def of_rows(cls, problem: Problem, q: Any, k: Any, v: Any, **options: Any) -> Gate:
-        """Return the gate of O that checks rows of the first and of the last head.
+        """Return a gate that checks some rows of O, in two heads.
 
-        These are the first, the middle and the last 32 rows. Only they are copied from the GPU.
+        The two heads are the first head of the first batch entry and the last head of the last
+        batch entry. The gate checks the first, the middle and the last 32 rows of each. No other
+        rows of O are copied from the GPU.
 
         Parameters
         ----------
@@ -117,7 +120,7 @@ class Gate:
         Returns
         -------
         Gate
-            The gate.
+            The gate, with the single part "O".
         """
         problem = _with_lengths(problem, options)
         places, exact, unfused = [], [], []
@@ -133,18 +136,18 @@ class Gate:
         cls, problem: Problem, pass_: str, *arrays: Any, take: Callable[[Any], Any] = tuple,
         **options: Any,
     ) -> Gate:  # fmt: skip
-        """Return the gate of a complete result: (O,), or (dq, dk, dv).
+        """Return a gate that checks all elements of a result: (O,), or (dq, dk, dv).
 
         Parameters
         ----------
         problem : Problem
             The problem.
         pass_ : str
-            "fwd" for O, else the gradients.
+            "fwd" to check O. Any other text: to check the gradients.
         *arrays : ndarray
-            Arrays q, k and v; with gradients dout too.
+            Arrays q, k and v; for gradients also dout.
         take : callable, default tuple
-            Returns the parts of a result.
+            Takes a result and returns its parts.
         **options
             Options of the call.
 
@@ -170,19 +173,21 @@ class Gate:
 
     @classmethod
     def of_gradients(cls, problem: Problem, *arrays: Any) -> Gate:
-        """Return the gate of dq, dk and dv of the last K/V head and its query heads.
+        """Return a gate that checks the gradients of one K/V head and of its query heads.
+
+        The head is the last K/V head of the last batch entry.
 
         Parameters
         ----------
         problem : Problem
             The problem.
         *arrays : ndarray
-            Arrays q, k, v and dout.
+            Complete arrays q, k, v and dout.
 
         Returns
         -------
         Gate
-            The gate.
+            The gate, with the parts "dq", "dk" and "dv". It takes the complete result (dq, dk, dv).
         """
         last = slice(problem.batch - 1, problem.batch)
         queries = last, slice(problem.heads_q - problem.group, problem.heads_q)
@@ -197,7 +202,7 @@ class Gate:
         )
 
     def __call__(self, result: Any) -> float:
-        """Return the largest error of our result; raise WrongResult if it is too large."""
+        """Return the largest error of our result. Raise WrongResult if an error is too large."""
         return self._check(result, self.bounds)
 
     def peer(self, result: Any) -> float:
@@ -221,7 +226,9 @@ class Gate:
         return self._check(result, self.peer_bounds)
 
     def by(self, precision: str) -> Check:
-        """Return the check for a call of ours that computes float32 products in a given precision.
+        """Return the check for one of our calls that computes float32 products from 16-bit planes.
+
+        In addition to the gate's bounds, the check allows the rounding of the inputs to planes.
 
         Parameters
         ----------
@@ -231,7 +238,7 @@ class Gate:
         Returns
         -------
         callable
-            Takes a result and returns its error, or raises WrongResult.
+            Takes a result and returns its largest relative error, or raises WrongResult.
         """
         more = PLANES_ROUNDING[precision]
         return lambda result: self._check(result, [bound + more for bound in self.bounds])
@@ -251,14 +258,15 @@ class Gate:
 
 
 class DropoutGate(Gate):
-    """A check of O of a call with dropout.
+    """A check of O for a forward call with dropout.
 
-    torch drops other elements than our kernels do, so the values of O cannot be compared. Two
-    numbers are checked instead, for the middle and the last 128 rows of two heads:
+    torch drops other elements than our kernels do. Therefore the values of O cannot be compared.
+    Instead two numbers are checked, for the middle and the last 128 rows of two heads. O0 is O in
+    float64 without dropout.
 
-    - The deviation from the float64 result without dropout. The square of its expected value is
-      p / (1 - p) times the sum of Pij^2 |vj|^2. It must be met within 20 percent.
-    - The projection on the result without dropout, which must be 1 within 6 percent.
+    - The deviation |O - O0| / |O0|. The expected deviation is the root of p / (1 - p) times the sum
+      of Pij^2 |vj|^2, divided by |O0|. The deviation must be within 20 percent of it.
+    - The relative size, O times O0 divided by |O0|^2. It must be within 6 percent of 1.
 
     Parameters
     ----------
@@ -277,7 +285,7 @@ class DropoutGate(Gate):
     ) -> None:
         problem = _with_lengths(problem, options)
         places, exact, spread = [], [], 0.0
-        # Many rows, and none that sees a few columns alone.
+        # Statistics need many rows, and rows that see more than a few columns.
         for place, block, own in _blocks(problem, (q, k, v), (1, 2), DROPPED_ROWS, 2, options):
             places.append(place)
             exact.append(np.ravel(reference.attention(*block, **own)))
@@ -302,7 +310,16 @@ class DropoutGate(Gate):
 
 
 def gate(problem: Problem, pass_: str, *arrays: Any, **options: Any) -> Gate:
-    """Return the gate of a call's result in a pass.
+    """Return the gate that checks the result of a call.
+
+    =========  ============  ===================================================
+    pass       options       gate
+    =========  ============  ===================================================
+    "fwd"      dropout_p     `DropoutGate`: statistics of some rows of O
+    "fwd"      others        `Gate.of_rows`: some rows of O
+    gradients  none          `Gate.of_gradients`: dq, dk and dv of the last head
+    gradients  any           `Gate.of_whole`: all elements of dq, dk and dv
+    =========  ============  ===================================================
 
     Parameters
     ----------
@@ -311,14 +328,14 @@ def gate(problem: Problem, pass_: str, *arrays: Any, **options: Any) -> Gate:
     pass_ : str
         "fwd", "bwd" or "fwd+bwd".
     *arrays : array
-        Arrays q, k and v; with gradients dout too.
+        Arrays q, k and v; for a pass with gradients also dout.
     **options
         Options of the call.
 
     Returns
     -------
     Gate
-        `DropoutGate` for a forward pass with dropout, else a `Gate`.
+        The gate.
     """
     if pass_ != "fwd" and options:
         return Gate.of_whole(problem, "bwd", *arrays, **options)
@@ -330,7 +347,7 @@ def gate(problem: Problem, pass_: str, *arrays: Any, **options: Any) -> Gate:
 
 
 def _with_lengths(problem: Problem, options: dict[str, Any]) -> Problem:
-    """Return the problem with the valid lengths that the options name."""
+    """Return the problem with the valid lengths `q_lens` and `kv_lens` that the options contain."""
     lens = {n: tuple(map(int, x)) for n, x in options.items() if n in ("q_lens", "kv_lens")}
     return replace(problem, **lens)  # type: ignore[arg-type]
 
@@ -339,10 +356,15 @@ def _blocks(
     problem: Problem, arrays: Sequence[Any], halves: Sequence[int], rows: int, share: int,
     options: dict[str, Any],
 ) -> Iterator[tuple[Any, list[np.ndarray], dict[str, Any]]]:  # fmt: skip
-    """Yield blocks of at most `rows` rows of two heads: place, q, k and v, and options of each.
+    """Yield blocks of at most `rows` rows, of the first and of the last head.
 
-    A block begins `halves` half lengths after the first row. It has at most one of `share` parts of
-    the sequence's rows. Columns that none of its rows sees are cut off.
+    Each item is the index of the block in O, the arrays [q, k, v] of the block, and the options of
+    the block for `reference.attention`. The arrays have shape (1, 1, N, d), with N rows or columns.
+
+    A block begins n * L / 2 rows after the first row, for each n in `halves`. L is the sequence
+    length minus the rows of a block. A block has at most 1 / `share` of the rows of the sequence.
+    Columns after the last column that a row of the block sees are cut off. A block that sees no
+    column is left out.
     """
     for b, h in dict.fromkeys([(0, 0), (problem.batch - 1, problem.heads_q - 1)]):
         Nq, _ = problem.lengths(b)
@@ -368,7 +390,11 @@ def _blocks(
 def _place(
     problem: Problem, lens: Sequence[int] | None, entry: int, head: int, first: int, end: int
 ) -> tuple[Any, ...]:
-    """Return the index of a head's rows in (batch, heads, N, d), or packed (total, heads, d)."""
+    """Return the index of the rows `first` to `end` of a head in an array.
+
+    The array is (batch, heads, N, d), or (total, heads, d) if the problem is packed. `lens`
+    contains the lengths of packed sequences.
+    """
     if not problem.packed:
         return entry, head, slice(first, end)
     begin = sum((lens or ())[:entry])
@@ -380,7 +406,10 @@ def _taken(places: Sequence[Any]) -> Callable[[Any], list[np.ndarray]]:
 
 
 def _spread(Q: np.ndarray, K: np.ndarray, V: np.ndarray, scale: float, causal: bool) -> float:
-    """Return the sum of Pij^2 |vj|^2 over the rows of Q, which are the last rows of a head."""
+    """Return the sum of Pij^2 |vj|^2 over all rows i and columns j. Q, K and V are of one head.
+
+    Q: (rows, d), K and V: (columns, d). With a causal mask the last row sees all columns.
+    """
     S = scale * (Q @ K.T)
     if causal:
         above = np.arange(len(K)) > np.arange(len(Q))[:, None] + len(K) - len(Q)

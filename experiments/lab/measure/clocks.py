@@ -1,4 +1,4 @@
-"""Clocks, power and temperature of the GPU during a measurement, by nvidia-smi."""
+"""Samples clocks, power and temperature of the GPU with nvidia-smi during a measurement."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import tempfile
 from typing import Any
 
 PERIOD = 1000  # milliseconds
-# What nvidia-smi calls it -> what the summary does, with the unit.
+# nvidia-smi's name of a number -> the name in the summary, with the unit.
 NUMBERS = {
     "clocks.sm": "SM clock, MHz",
     "clocks.mem": "memory clock, MHz",
@@ -19,9 +19,10 @@ NUMBERS = {
     "temperature.gpu": "temperature, C",
 }
 FIELDS = (*NUMBERS, "utilization.gpu", "clocks_event_reasons.active")
-# Percent of the time before a sample in which the GPU worked: below, its clock says nothing.
+# The GPU counts as busy in a sample if it worked in at least this percentage of the time before the
+# sample. The clock of an idle GPU is not of interest.
 LEAST_BUSY = 50
-# A bit for each reason why clocks are below their most.
+# Bits of clocks_event_reasons.active: each bit is a reason why clocks are below their maximum.
 BITS = {
     0x2: "application clocks",
     0x4: "power cap",
@@ -35,13 +36,16 @@ BITS = {
 
 
 class Sampling:
-    """A context manager that samples clocks, power and temperature once per second."""
+    """A context manager that samples clocks, power and temperature of the GPU once per second.
+
+    Without nvidia-smi there are no samples.
+    """
 
     def __enter__(self) -> Sampling:
         self._file = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115  closed by __exit__
         self._process: subprocess.Popen | None = None
         if shutil.which("nvidia-smi"):
-            # Lines must be in the file as they come: what is buffered dies with the process.
+            # Each line must reach the file at once: buffered lines are lost with the process.
             by_line = ("stdbuf", "-oL") if shutil.which("stdbuf") else ()
             # The first GPU that CUDA is allowed to see is the one that experiments run on.
             visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip()
@@ -61,30 +65,33 @@ class Sampling:
         self._file.close()
 
     def summary(self) -> dict[str, Any]:
-        """Return the summary of the samples so far; see `summarize`."""
+        """Return the summary of the samples that were taken so far; see `summarize`."""
         at = os.fstat(self._file.fileno()).st_size
         return summarize(os.pread(self._file.fileno(), at, 0).decode())
 
 
 def summarize(text: str) -> dict[str, Any]:
-    """Summarise the lines that nvidia-smi printed.
+    """Return a summary of the lines that nvidia-smi printed.
 
-    Only samples in which the GPU was busy count. If it never was, all samples count.
+    Numbers are of the samples in which the GPU was busy. If it was never busy, they are of all
+    samples.
 
     Parameters
     ----------
     text : str
-        Lines of numbers. Lines that cannot be read are left out.
+        One line per sample, with the numbers `FIELDS`. Lines that cannot be read are left out.
 
     Returns
     -------
     dict
-        "samples" and "busy": their number. For each value of `NUMBERS`: [least, median, most].
-        "held by": number of samples by the reason for a lower clock. Empty without a sample.
+        "samples" and "busy": the number of all samples, and of samples in which the GPU was busy.
+        Each value of `NUMBERS`, such as "power, W": [minimum, median, maximum]. "held by": maps
+        each reason for a lower clock that occurred to its number of samples. The dictionary is
+        empty if there are no samples.
     """
     samples = []
     for line in text.splitlines():
-        with contextlib.suppress(ValueError):  # one that is cut off, or says something else
+        with contextlib.suppress(ValueError):  # the line is cut off, or is no line of numbers
             *numbers, busy, reasons = line.split(",")
             of = dict(zip(NUMBERS.values(), map(float, numbers), strict=True))
             samples.append((of, float(busy) >= LEAST_BUSY, int(reasons, 16)))

@@ -2,10 +2,11 @@
 
     python -m experiments.lab.measure.counter_target CASES KERNELS
 
-CASES is a pickled list of `counters.Case`. Each call is warmed up before the profiled range, so
-that the range contains the call's kernels only. The program writes JSON to KERNELS. "counts"
-is the number of kernels that each call launched, or why the call failed. "ran" says which kernels
-these were.
+CASES is a file with a pickled list of `counters.Case`. Each call is warmed up before the profiled
+range. Therefore the range contains only the kernels of the call. The program writes a JSON file to
+KERNELS, with two entries. "counts" has one item per call: the number of kernels that the call
+launched, or the reason why the call failed. "ran" contains digests of these kernels, as
+`record.ran` makes them.
 """
 
 import json
@@ -30,19 +31,19 @@ _INPUTS = Inputs(gradient=True)
 
 @lru_cache(1)
 def arrays_of(problem: Problem) -> tuple[Any, ...]:
-    """Return q, k, v and dout on the GPU; they are kept if the next case has the same problem."""
+    """Return q, k, v and dout of a problem on the GPU. The arrays of the last problem are kept."""
     return tuple(device.to_gpu(x.astype(problem.dtype)) for x in _INPUTS(problem))
 
 
 def run(case: Case) -> int:
-    """Run a case, profile it, and return the number of its kernels."""
-    q, k, v, dout = arrays_of(replace(case.problem, causal=False))  # of which a mask says nothing
+    """Run the call of a case, profile it, and return the number of its kernels."""
+    q, k, v, dout = arrays_of(replace(case.problem, causal=False))  # the inputs need no mask
     of = case.series, case.problem
     planned = series.plan(*of, passes=case.pass_, **case.options)
     if case.pass_ == "fwd":
         call = series.call(*of, q, k, v, **case.options)
         call = partial(call, out=call())
-    else:  # behind the plan's forward pass, which drops the same
+    else:  # after a forward pass with the plan's choices, which must drop the same elements
         before = {name: x for name, x in case.options.items() if name == "dropout_p"}
         call = series.gradients(*of, "bwd", q, k, v, dout, before=before, **case.options)
         call()
@@ -51,12 +52,12 @@ def run(case: Case) -> int:
     made = call()
     device.synchronize()
     device.profile_stop()
-    del made  # alive until then: no allocation is given back within the range
+    del made  # kept until here, so that no memory is freed within the profiled range
     return len(planned.kernels)
 
 
 def main(cases: str, kernels: str) -> None:
-    """Run the cases of the file `cases`, and write the numbers of kernels to the file `kernels`."""
+    """Run the cases in the file `cases`, and write the JSON file `kernels`; see the module."""
     found: list[int | str] = []
     with ran.collecting() as collected:
         for case in pickle.loads(Path(cases).read_bytes()):

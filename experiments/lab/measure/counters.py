@@ -1,4 +1,4 @@
-"""Hardware counters by Nsight Compute (`ncu`), which profiles the program `counter_target`."""
+"""Reads hardware counters with Nsight Compute (`ncu`), which profiles `counter_target`."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from ..record import REPOSITORY, Row, ran
 
 # Reads and writes of device memory.
 DRAM = ("dram__bytes_read.sum", "dram__bytes_write.sum")
-# What passes between the multiprocessors' L1 and L2, in sectors, counted at L1. Those counted at L2
-# (lts__t_sectors_srcunit_tex) are up to 15 percent fewer, and differ from run to run.
+# Sectors that move between L1 and L2, counted at the multiprocessors' L1. The counter at L2
+# (lts__t_sectors_srcunit_tex) gives up to 15 percent fewer sectors, and differs from run to run.
 L2_READ, L2_WRITE = "l1tex__m_xbar2l1tex_read_sectors.sum", "l1tex__m_l1tex2xbar_write_sectors.sum"
 L2 = (L2_READ, L2_WRITE)
 L2_NAME = " + ".join(name.removesuffix(".sum") for name in L2)
@@ -45,10 +45,10 @@ COMMAND = (
     "--clock-control=none",
     "--cache-control=all",
 )
-# Executed warp instructions by opcode, such as LDSM.16.M88.4: its instances.
+# A counter of executed warp instructions. Its instances are opcodes, such as LDSM.16.M88.4.
 OPCODES = "sass__inst_executed_per_opcode_with_modifier_all"
 _INSTANCES = ("--page=raw", "--print-metric-instances=details")
-# ncu's base units -> what a value is multiplied by.
+# ncu's base units -> factor by which a value is multiplied. Times become ns, percent fractions.
 _UNITS = {
     **dict.fromkeys(("", "byte", "sector", "inst", "request", "cycle", "ns", "nsecond"), 1.0),
     **{"%": 0.01, "s": 1e9, "second": 1e9},
@@ -61,7 +61,7 @@ class CountersError(Exception):
 
 @dataclass(frozen=True)
 class Case:
-    """One call to be counted.
+    """One call whose hardware counters are read.
 
     Parameters
     ----------
@@ -87,12 +87,12 @@ def available() -> bool:
 
 
 def l2_bytes(counted: Mapping[str, float]) -> float:
-    """Return the bytes between the multiprocessors and L2.
+    """Return the bytes that move between the multiprocessors and L2.
 
     Parameters
     ----------
     counted : mapping of str to float
-        Value by counter.
+        Maps the name of each counter to its value.
 
     Returns
     -------
@@ -108,7 +108,7 @@ def dram_bytes(counted: Mapping[str, float]) -> float:
     Parameters
     ----------
     counted : mapping of str to float
-        Value by counter.
+        Maps the name of each counter to its value.
 
     Returns
     -------
@@ -118,28 +118,28 @@ def dram_bytes(counted: Mapping[str, float]) -> float:
     return sum(counted[name] for name in DRAM)
 
 
-# Sources of the data store's rows of traffic.
+# Source of a row of traffic -> function that computes its bytes from the counters.
 BYTES: dict[str, Callable[[Mapping[str, float]], float]] = {"l2": l2_bytes, "dram": dram_bytes}
 
 
 def read(
     result: Mapping[str, float] | str, number: Callable[[Mapping[str, float]], float]
 ) -> tuple[float | None, str]:
-    """Return a number of a counted call, or why the call failed.
+    """Return a number computed from the counters of a call, or the reason why the call failed.
 
     Parameters
     ----------
     result : mapping or str
-        Value by counter, or the reason.
+        Maps the name of each counter to its value. A text is the reason why the call failed.
     number : callable
-        Computes the number from the mapping.
+        Takes the mapping and returns the number.
 
     Returns
     -------
     value : float or None
         The number; None if the call failed.
     failure : str
-        The reason; empty if the call did not fail.
+        The reason; an empty text if the call did not fail.
     """
     return (None, result) if isinstance(result, str) else (number(result), "")
 
@@ -148,18 +148,19 @@ def traffic(
     result: Mapping[str, float] | str | None, planned: Any = None, calls: int = 1, note: str = "",
     **common: Any,
 ) -> Iterator[Row]:  # fmt: skip
-    """Yield rows of the bytes that a call moves: closed form, through L2, and to or from DRAM.
+    """Yield rows with the bytes that a call moves: by the closed form, through L2, and of DRAM.
 
     Parameters
     ----------
     result : mapping, str or None
-        Value by counter; the reason of a failure; None if nothing was counted.
+        Maps the name of each counter to its value. A text is the reason why the call failed. None:
+        no counters were read.
     planned : Plan, optional
-        The plan, for the row of the closed form.
+        The plan whose accesses the closed form's row contains. Without a plan there is no such row.
     calls : int, default 1
-        How many calls like the counted one there are.
+        Number of calls. Counters were read for one of them, and are multiplied by this number.
     note : str, default ""
-        Beginning of the rows' note; the reason of a failure follows it.
+        Beginning of the rows' note. The reason of a failure follows it.
     **common
         The other columns of the rows.
 
@@ -182,21 +183,21 @@ def traffic(
 
 
 def parse(text: str, metrics: Sequence[str]) -> list[dict[str, float]]:
-    """Return the counters of each kernel launch from the CSV that ncu prints.
+    """Return the counters of each kernel launch, read from the CSV text that ncu prints.
 
-    Counts and ratios are unchanged, times are in ns, and percent become fractions of 1.
+    Counts and ratios are unchanged. Times are in ns. Percentages become fractions of 1.
 
     Parameters
     ----------
     text : str
         What ncu printed.
     metrics : sequence of str
-        The counters.
+        Names of the counters.
 
     Returns
     -------
     list of dict of str to float
-        Value by counter, one dictionary per launch.
+        One dictionary per launch, in order. It maps the name of each counter to its value.
 
     Raises
     ------
@@ -220,9 +221,9 @@ def parse(text: str, metrics: Sequence[str]) -> list[dict[str, float]]:
 
 
 def _lines(text: str) -> Iterator[dict[str, str]]:
-    """Yield the lines of the table that ncu prints, by column.
+    """Yield the lines of the table that ncu prints, each as a dictionary {column: text}.
 
-    Raises CountersError without a table.
+    Raise CountersError if there is no table.
     """
     start = re.search(r'^"ID",', text, re.MULTILINE)
     if start is None:
@@ -231,17 +232,17 @@ def _lines(text: str) -> Iterator[dict[str, str]]:
 
 
 def parse_opcodes(text: str) -> list[dict[str, float]]:
-    """Return the executed warp instructions of each kernel launch, by opcode.
+    """Return the number of executed warp instructions of each kernel launch, by opcode.
 
     Parameters
     ----------
     text : str
-        The raw page that ncu printed.
+        The page "raw" that ncu printed, as CSV text.
 
     Returns
     -------
     list of dict of str to float
-        Instructions by opcode, one dictionary per launch.
+        One dictionary per launch. It maps an opcode to the number of instructions.
 
     Raises
     ------
@@ -276,24 +277,24 @@ def _number(name: str, value: str, unit: str) -> float:
 def by_case(
     launches: Sequence[dict[str, float]], kernels: Sequence[int | str]
 ) -> list[list[dict[str, float]] | str]:
-    """Return the launches of each call.
+    """Assign the launches to the calls that made them.
 
     Parameters
     ----------
     launches : sequence of dict
-        Counters of all launches, in order.
+        Counters of the launches of all calls, in order.
     kernels : sequence of int or str
         Number of launches of each call, or why the call failed.
 
     Returns
     -------
     list of (list of dict) or str
-        Launches of each call, or why the call failed.
+        For each call, the counters of its launches, or the reason why the call failed.
 
     Raises
     ------
     CountersError
-        If the numbers do not add up.
+        If the sum of `kernels` is not the number of launches.
     """
     expected = sum(count for count in kernels if isinstance(count, int))
     if expected != len(launches):
@@ -303,18 +304,19 @@ def by_case(
 
 
 def total(launches: Sequence[dict[str, float]] | str) -> dict[str, float] | str:
-    """Return the counters of a call of several kernels.
+    """Add up the counters of all kernels of a call.
 
     Parameters
     ----------
     launches : sequence of dict, or str
-        Counters of each launch, or why the call failed.
+        Counters of each launch, or the reason why the call failed.
 
     Returns
     -------
     dict or str
-        Sums of the counters. A reason if the call failed, or if it has several kernels and a
-        counter is a ratio (a name without ".sum").
+        The sum of each counter. If the call failed, the reason. A reason too if the call has
+        several kernels and a counter is a ratio, because ratios cannot be added. Names of ratios do
+        not end in ".sum".
     """
     if isinstance(launches, str):
         return launches
@@ -326,19 +328,19 @@ def total(launches: Sequence[dict[str, float]] | str) -> dict[str, float] | str:
 
 
 def count(cases: Sequence[Case], metrics: Sequence[str]) -> list[dict[str, float] | str]:
-    """Count calls with Nsight Compute, in one process.
+    """Read the hardware counters of several calls with Nsight Compute, in one process.
 
     Parameters
     ----------
     cases : sequence of Case
         The calls.
     metrics : sequence of str
-        The counters.
+        Names of the counters.
 
     Returns
     -------
     list of dict or str
-        Value by counter for each call, or why the call failed.
+        For each call a dictionary {counter: value}, or the reason why the call failed.
 
     Raises
     ------
@@ -351,19 +353,22 @@ def count(cases: Sequence[Case], metrics: Sequence[str]) -> list[dict[str, float
 def count_kernels(
     cases: Sequence[Case], metrics: Sequence[str]
 ) -> list[list[dict[str, float]] | str]:
-    """Count each kernel of the calls by itself; ratios are allowed.
+    """Read the hardware counters of each kernel of several calls separately.
+
+    Counters that are ratios are allowed, because nothing is added up.
 
     Parameters
     ----------
     cases : sequence of Case
         The calls.
     metrics : sequence of str
-        The counters.
+        Names of the counters.
 
     Returns
     -------
     list of (list of dict) or str
-        Value by counter for each kernel of each call, in launch order, or why the call failed.
+        For each call a list with one dictionary {counter: value} per kernel, in launch order, or
+        the reason why the call failed.
 
     Raises
     ------
@@ -375,7 +380,7 @@ def count_kernels(
 
 
 def count_opcodes(cases: Sequence[Case]) -> list[dict[str, float] | str]:
-    """Count the executed warp instructions of calls by opcode, over all kernels of a call.
+    """Count the executed warp instructions of each call by opcode, summed over its kernels.
 
     Parameters
     ----------
@@ -385,7 +390,7 @@ def count_opcodes(cases: Sequence[Case]) -> list[dict[str, float] | str]:
     Returns
     -------
     list of dict or str
-        Instructions by opcode for each call, or why the call failed.
+        For each call a dictionary {opcode: instructions}, or the reason why the call failed.
 
     Raises
     ------
@@ -402,7 +407,7 @@ def count_opcodes(cases: Sequence[Case]) -> list[dict[str, float] | str]:
 
 
 def available_metrics() -> set[str] | None:
-    """Return the counters that this GPU has.
+    """Return the names of the hardware counters that this GPU has.
 
     Returns
     -------
@@ -417,7 +422,10 @@ def available_metrics() -> set[str] | None:
 def _run(
     cases: Sequence[Case], metrics: Sequence[str], options: Sequence[str] = ()
 ) -> tuple[str, list[int | str]]:
-    """Profile the cases; return the table that ncu prints, and each case's number of kernels."""
+    """Profile the cases. Return the table that ncu prints, and the number of kernels of each case.
+
+    For a case that failed, the reason replaces the number. `options` are further options of ncu.
+    """
     if not available():
         raise CountersError("ncu (Nsight Compute) was not found. Install it and add it to PATH")
     with tempfile.TemporaryDirectory() as folder:
@@ -436,9 +444,9 @@ def _run(
 
 
 def _with_children(command: Sequence[str]) -> tuple[int, str]:
-    """Run a command and return its exit status and output.
+    """Run a command with a time limit, and return its exit status and its output.
 
-    Raises CountersError after TIMEOUT seconds.
+    After TIMEOUT seconds, kill the command and its child processes, and raise CountersError.
     """
     with subprocess.Popen(
         command,
@@ -461,21 +469,21 @@ def _with_children(command: Sequence[str]) -> tuple[int, str]:
 def count_or_say(
     cases: Sequence[Case], metrics: Sequence[str], say: Callable[[str], None]
 ) -> list[dict[str, float] | str] | None:
-    """Count calls like `count`, but return the reason of an error instead of raising.
+    """Read hardware counters like `count`, but return the reason of an error instead of raising it.
 
     Parameters
     ----------
     cases : sequence of Case
         The calls.
     metrics : sequence of str
-        The counters.
+        Names of the counters.
     say : callable
         Prints a line.
 
     Returns
     -------
     list of dict or str, or None
-        As `count`. A reason for each call if ncu failed; None if ncu is missing.
+        The result of `count`. If ncu failed, the reason for each call. None if ncu is missing.
     """
     if not available():
         say("  no Nsight Compute (ncu) here: hardware counters are not read")

@@ -1,4 +1,4 @@
-"""Accesses counted on the emulator, next to the model's accesses for the same problems."""
+"""Rows of accesses that the emulator counted, and their comparison with the model."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -7,12 +7,12 @@ from fa_numba.problem import Problem
 
 from ..record import Bench, Row
 
-# Half a minute on the emulator for a problem's tiles; minutes beyond.
+# Limits of a problem that the emulator runs in half a minute: rows of Q, and 4 N^2 d.
 LONGEST, FLOPS = 1024, 2**29
 
 
 def countable(problems: Sequence[Problem], bench: Bench) -> list[Problem]:
-    """Return the problems that the emulator counts within half a minute; say which are too large.
+    """Return the problems that the emulator runs within half a minute. Print the other problems.
 
     Parameters
     ----------
@@ -36,12 +36,15 @@ def countable(problems: Sequence[Problem], bench: Bench) -> list[Problem]:
 
 
 def totals(*accesses: Any, **common: Any) -> Iterator[Row]:
-    """Yield a row of loads and a row of stores, in elements, summed over all given accesses.
+    """Yield one row with the loads and one row with the stores, in elements.
+
+    Each number is the sum over all arrays and all of the given accesses.
 
     Parameters
     ----------
     *accesses : Counts or Accesses
-        Objects with `loads` and `stores` by array.
+        Objects whose attributes `loads` and `stores` map the name of an array to a number of
+        elements.
     **common
         The other columns of the rows.
 
@@ -56,7 +59,7 @@ def totals(*accesses: Any, **common: Any) -> Iterator[Row]:
 
 
 def equal(rows: Sequence[Row]) -> tuple[int, int]:
-    """Count how many counted numbers equal the model's number of the same thing.
+    """Count how many counted numbers equal the model's number for the same quantity.
 
     Parameters
     ----------
@@ -66,9 +69,9 @@ def equal(rows: Sequence[Row]) -> tuple[int, int]:
     Returns
     -------
     same : int
-        Counted numbers that equal the model's.
+        Number of counted numbers that equal the model's number.
     counted : int
-        All counted numbers.
+        Number of all counted numbers.
     """
 
     def what(row: Row) -> tuple:
@@ -81,7 +84,7 @@ def equal(rows: Sequence[Row]) -> tuple[int, int]:
 
 
 def said(rows: Sequence[Row]) -> str:
-    """Return a sentence on how many counted numbers equal the model; empty if nothing was counted.
+    """Return a sentence that says how many counted numbers equal the model.
 
     Parameters
     ----------
@@ -91,7 +94,7 @@ def said(rows: Sequence[Row]) -> str:
     Returns
     -------
     str
-        The sentence, without a full stop.
+        The sentence, without a full stop. Empty if `rows` contains no counted number.
     """
     found, counted = equal(rows)
     if not counted:
@@ -102,7 +105,7 @@ def said(rows: Sequence[Row]) -> str:
 
 
 def annotate(ax: Any, rows: Sequence[Row], height: float) -> None:
-    """Write on a panel how many counted numbers equal the model's.
+    """Write at the right edge of a panel how many counted numbers equal the model.
 
     Parameters
     ----------

@@ -1,4 +1,7 @@
-"""torch's flex_attention, compiled for a problem: the peer for options that other kernels lack."""
+"""Calls of torch's flex_attention, which is the peer for options that torch's other kernels lack.
+
+flex_attention is compiled for each problem.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,15 +15,15 @@ try:
 except ImportError:  # pragma: no cover
     torch = None
 
-# Tiles that flex_attention's kernel has on their way where a bias is read.
+# Pipeline stages of flex_attention's kernel if it reads a bias.
 BIAS_STAGES = 2
 
 
 def call(problem: Problem, q: Any, k: Any, v: Any, **given: Any) -> Callable[..., Any]:
     """Return a function that runs flex_attention once forward.
 
-    It is compiled for the problem in its first run. Packed sequences are copied into one long
-    sequence before any run; a mask separates them.
+    flex_attention is compiled for the problem in the first run. Packed sequences are copied into
+    one long sequence before the first run, and a mask separates the sequences.
 
     Parameters
     ----------
@@ -42,9 +45,9 @@ def call(problem: Problem, q: Any, k: Any, v: Any, **given: Any) -> Callable[...
 
 
 def _laid_out(problem: Problem, *arrays: Any) -> tuple[Any, ...]:
-    """Return the arrays in flex_attention's layout.
+    """Return the arrays of a problem in flex_attention's layout, (batch, heads, seqlen, d).
 
-    Packed arrays are copied to (1, heads, total, d).
+    Arrays that are packed, (total, heads, d), are copied to (1, heads, total, d).
     """
     if not problem.packed:
         return arrays
@@ -52,15 +55,18 @@ def _laid_out(problem: Problem, *arrays: Any) -> tuple[Any, ...]:
 
 
 def _as_given(problem: Problem, x: Any) -> Any:
-    """Return an array of flex_attention's layout in the layout of the problem."""
+    """Return an array in the layout of the problem, given the array in flex_attention's layout."""
     return x[0].transpose(0, 1) if problem.packed else x
 
 
 def _compiled(problem: Problem, q: Any, k: Any, v: Any, **given: Any) -> Callable[[], Any]:
-    """Return a function that runs the compiled flex_attention."""
+    """Return a function that runs flex_attention, compiled for the problem and its options.
+
+    The arrays are in flex_attention's layout; see `_laid_out`.
+    """
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    # Else a new mask would be one of many of one compiled function, of which torch keeps a few.
+    # torch keeps only a few compiled versions of a function, and each new mask makes a version.
     torch._dynamo.reset()
     options: dict[str, Any] = {"scale": problem.scale, "enable_gqa": problem.group > 1}
     visible = given.get("mask_mod") or _mask_mod(problem, **given)
@@ -70,7 +76,7 @@ def _compiled(problem: Problem, q: Any, k: Any, v: Any, **given: Any) -> Callabl
     options["score_mod"] = given.get("score_mod") or _score_mod(problem, **given)
     compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
     if problem.bias is not None:
-        # As many tiles of a bias as torch prefetches by default take more memory than a block has.
+        # With torch's default number of stages, the tiles of a bias do not fit into shared memory.
         options["kernel_options"] = {"num_stages": BIAS_STAGES}
 
     return lambda: compiled(q, k, v, **options)
@@ -88,7 +94,7 @@ def gradients(problem: Problem, pass_: str, *arrays: Any, **given: Any) -> Calla
     *arrays : torch.Tensor
         Arrays q, k, v and dout on the GPU.
     **given
-        As for `call`.
+        Options of our call, as for `call`.
 
     Returns
     -------
@@ -105,7 +111,11 @@ def gradients(problem: Problem, pass_: str, *arrays: Any, **given: Any) -> Calla
 
 
 def _mask_mod(problem: Problem, cu_seqlens_q: Any = None, **_: Any) -> Callable | None:
-    """Return the function that says whether row i sees column j; None if every row sees all."""
+    """Return the function that says whether row i sees column j; None if every row sees all.
+
+    If `cu_seqlens_q` is given, all sequences are one long sequence, and a row sees only columns of
+    its own sequence.
+    """
     left, right, diagonal = problem.left, problem.right, problem.diagonal
     if cu_seqlens_q is not None:
         ends = torch.as_tensor(cu_seqlens_q, device="cuda")[1:].long()
@@ -124,14 +134,14 @@ def _mask_mod(problem: Problem, cu_seqlens_q: Any = None, **_: Any) -> Callable 
 def _score_mod(
     problem: Problem, alibi_slopes: Any = None, bias: Any = None, **_: Any
 ) -> Callable | None:
-    """Return the function that changes a score of row i and column j; None if scores do not change.
+    """Return the function that changes the score of row i and column j; None if no score changes.
 
-    At most one option is supported.
+    At most one of the options softcap, `alibi_slopes` and `bias` is supported.
     """
     cap, diagonal = problem.softcap, problem.diagonal
     if cap is not None:
         return lambda s, b, h, i, j: cap * torch.tanh(s / cap)
-    if alibi_slopes is not None:  # with a causal mask, so that j is never ahead
+    if alibi_slopes is not None:  # with a causal mask: j - i - diagonal is never positive
         return lambda s, b, h, i, j: s + alibi_slopes[h] * (j - i - diagonal)
     if bias is not None:
         added = bias.expand(problem.score_shape)
@@ -150,7 +160,7 @@ def options_on_gpu(given: Mapping[str, Any]) -> dict[str, Any]:
     Returns
     -------
     dict
-        The options; other values are unchanged.
+        The options, with the other values unchanged.
     """
     arrays = {name: x for name, x in given.items() if getattr(x, "dtype", None) == "float32"}
     return {**given, **{name: peers.on_device((x,))[0] for name, x in arrays.items()}}

@@ -1,8 +1,8 @@
-"""Tiles that move between global memory and a thread block: a traced call as rows, and back.
+"""The moves of tiles between global memory and a thread block: a traced call as rows, and back.
 
-A move is one traced access: rows of one array that are loaded or stored. The clock of a trace is
-the number of bytes moved so far, one thread block after the other. A tile is on chip from its load
-until another tile replaces it.
+A move is one traced access: a thread block loads or stores some rows of one array. The clock of a
+trace is the number of bytes moved so far, where thread blocks run one after the other. A tile is on
+chip from its load until another tile replaces it.
 """
 
 import re
@@ -14,7 +14,7 @@ from typing import Any
 
 from ..record import Row
 
-# What a row of a trace says in its note. Up to the first semicolon it is the row's place.
+# The note of a row of a trace. The part before the first semicolon is `Row.place`.
 _NOTE = re.compile(
     r"(?P<order>\d+) (?P<kind>\w+) (?P<array>\w+) (?P<first>\d+):(?P<end>\d+); "
     r"block (?P<block>\d+); (?P<line>.*)"
@@ -34,17 +34,17 @@ LINES = {
         ("L", "store"): 15,
     },
 }
-# Lines that a move stands for beside its own: what is computed with the tile.
+# Lines of the computations that belong to a move, in addition to the line of the move itself.
 COMPUTED = {("fa1", "O", "store"): (9, 10, 11, 12), ("fa2", "V", "load"): (8, 9, 10)}
 # Arrays whose tiles are rows of Q; those of the others are rows of K and V.
 ROW_TILES = ("Q", "O", "l", "m", "L")
-# Where the kernels on CUDA cores have a tile; the others' are in shared memory.
+# Arrays whose tiles the CUDA-core kernels keep in registers. The others are in shared memory.
 IN_REGISTERS = ("O", "l", "m", "L")
 
 
 @dataclass(frozen=True)
 class Move:
-    """Rows of an array that a thread block loads or stores.
+    """One load or store of some rows of an array by a thread block.
 
     Parameters
     ----------
@@ -59,9 +59,9 @@ class Move:
     bytes : int
         Bytes that are moved.
     start : int
-        The clock before the move, in bytes.
+        The clock before the move: the bytes of all earlier moves.
     line : str
-        The algorithm's line, as the kernel's comment says it.
+        The line of the paper's algorithm, as the comment in the kernel names it.
     """
 
     array: str
@@ -92,7 +92,7 @@ class Held:
     block : int
         Number of the thread block.
     start, stop : int
-        The interval, in bytes.
+        Begin and end of the interval, in bytes.
     """
 
     array: str
@@ -104,14 +104,14 @@ class Held:
 
 @dataclass(frozen=True)
 class Visit:
-    """Tile (i, j) of S, and the interval of the clock in which it is used for computing.
+    """The computation of tile (i, j) of S, with the interval of the clock that it takes.
 
     Parameters
     ----------
     i, j : int
-        Numbers of the row tile and of the column tile.
+        Number of the row tile, and number of the column tile.
     start, stop : int
-        The interval, in bytes.
+        Begin and end of the interval, in bytes.
     """
 
     i: int
@@ -121,7 +121,7 @@ class Visit:
 
 
 def notes(accesses: Iterable[Any]) -> Iterator[tuple[str, int]]:
-    """Yield the note of a row, and the bytes, for each traced access.
+    """Yield, for each traced access, the note of its row of data and its bytes.
 
     Parameters
     ----------
@@ -131,7 +131,7 @@ def notes(accesses: Iterable[Any]) -> Iterator[tuple[str, int]]:
     Yields
     ------
     note : str
-        Order, kind, array, rows, thread block and line. `traces` reads it.
+        Text with order, kind, array, rows, thread block and line. `traces` reads this text.
     bytes : int
         Bytes that are moved.
     """
@@ -144,7 +144,7 @@ def notes(accesses: Iterable[Any]) -> Iterator[tuple[str, int]]:
 
 @dataclass(frozen=True)
 class Trace:
-    """One call of one series: its moves in order, and what follows from them.
+    """The moves of one call of one series, with tiles on chip and visits derived from the moves.
 
     Parameters
     ----------
@@ -159,9 +159,9 @@ class Trace:
     moves : tuple of Move
         The moves, in order.
     window : int, default 0
-        Columns that a row sees to its left; 0 for all.
+        Number of columns to the left of the diagonal that a row sees; 0 means all columns.
     blocks_seen : ndarray of bool, optional
-        Block mask, shape (Tr, Tc).
+        Block mask, shape (Tr, Tc). None: no block mask.
     """
 
     series: str
@@ -172,7 +172,7 @@ class Trace:
     Bc: int
     moves: tuple[Move, ...]
     window: int = 0
-    blocks_seen: Any = None  # of a block mask, bool (Tr, Tc)
+    blocks_seen: Any = None  # block mask, bool (Tr, Tc)
 
     @property
     def algorithm(self) -> str:
@@ -181,20 +181,20 @@ class Trace:
 
     @property
     def slots(self) -> int:
-        """Return how many tiles of each of Q, K and V are in shared memory.
+        """Return the number of slots in shared memory for tiles of each of Q, K and V.
 
-        It is 2 if one tile is loaded ahead, else 1.
+        It is 2 for the series "fa1-wgmma", which loads one tile ahead, and 1 for all other series.
         """
         return 2 if self.series == "fa1-wgmma" else 1
 
     @property
     def problem(self) -> tuple[int, int, bool, int, int]:
-        """Return head dimension, length, mask and block sizes, which both loop orders share."""
+        """Return (head_dim, seqlen, causal, Br, Bc). Traces that are compared have equal values."""
         return self.head_dim, self.seqlen, self.causal, self.Br, self.Bc
 
     @property
     def bytes(self) -> int:
-        """Return the bytes of all moves."""
+        """Return the number of bytes that all moves together move."""
         return sum(move.bytes for move in self.moves)
 
     @property
@@ -216,7 +216,7 @@ class Trace:
         return move.first // (self.Br if move.array in ROW_TILES else self.Bc)
 
     def select(self, arrays: Sequence[str], kind: str) -> list[Move]:
-        """Return the moves of one kind and of the given arrays."""
+        """Return the moves of one kind ("load" or "store") that move one of the given arrays."""
         return [m for m in self.moves if m.array in arrays and m.kind == kind]
 
     def lines(self, moves: Iterable[Move]) -> str:
@@ -227,7 +227,7 @@ class Trace:
 
     @cached_property
     def blocks(self) -> dict[int, list[Move]]:
-        """Return the moves of each thread block, by its number."""
+        """Map the number of each thread block to its moves, in order."""
         found: dict[int, list[Move]] = {}
         for move in self.moves:
             found.setdefault(move.block, []).append(move)
@@ -235,21 +235,21 @@ class Trace:
 
     @cached_property
     def held(self) -> list[Held]:
-        """Return the intervals in which tiles are on chip.
+        """Return the intervals of the clock in which tiles are on chip.
 
-        Tiles of Q, K and V are in shared memory until another tile is loaded over them or the
-        thread block ends. Tiles of O, l and m are in registers until they are stored: from their
-        load; or, if they were not loaded, from when their tile of Q is there and the row tile
-        before is stored.
+        A tile of Q, K or V is in shared memory from its load until another tile takes its slot, or
+        until the thread block ends. A tile of O, l, m or L is in registers from its load until its
+        store. If it was not loaded, it is in registers as soon as its tile of Q is loaded and the
+        row tile before it is stored.
         """
         return [held for moves in self.blocks.values() for held in self._held_by(moves)]
 
     def _held_by(self, moves: Sequence[Move]) -> Iterator[Held]:
-        """Yield the intervals of one thread block, given its moves."""
+        """Yield the intervals in which tiles of one thread block are on chip, given its moves."""
         end = moves[-1].stop
         shared: dict[tuple[str, int], Move] = {}
         brought = Counter[str]()
-        there: dict[int, int] = {}  # row tile: since when its Q is
+        there: dict[int, int] = {}  # row tile: the clock when its tile of Q has been loaded
         loaded: dict[tuple[str, int], int] = {}
         tile, started, stored = -1, 0, moves[0].start  # the row tile in registers
         for move in moves:
@@ -277,10 +277,10 @@ class Trace:
 
     @cached_property
     def visits(self) -> list[Visit]:
-        """Return the tiles of S in the order in which they are computed.
+        """Return the visits of all tiles of S in the order in which they are computed.
 
-        The interval of a tile is, for FA-1, that in which Oi is on chip; for FA-2, from the load of
-        Vj to the next load of V.
+        FA-1: the visit of tile (i, j) takes the interval in which Oi is on chip. FA-2: the visit
+        takes the interval from the load of Vj to the next load of V, or to the store of O.
         """
         return [visit for moves in self.blocks.values() for visit in self._visited_by(moves)]
 
@@ -306,16 +306,20 @@ class Trace:
             yield Visit(i, self.tile(move), move.start, end)
 
     def _columns_of(self, i: int) -> list[int]:
-        """Return the column tiles that row tile i sees, in order."""
+        """Return the numbers of the column tiles that row tile i visits, in order.
+
+        The window and the block mask are taken into account. A causal mask is not.
+        """
         first = max(0, i * self.Br - self.window) // self.Bc if self.window else 0
         tiles = range(first, self.column_tiles)
         return [j for j in tiles if self.blocks_seen is None or self.blocks_seen[i, j]]
 
 
 def events(trace: Trace) -> list[list[Move]]:
-    """Return the moves, with moves joined that a figure shows as one move.
+    """Return the moves of a trace, grouped into the events that a figure shows.
 
-    A tile of O is shown with its l and m. Any other tile is shown alone.
+    A tile of O and the tiles of l, m or L of the same rows are one event. Any other move is an
+    event of its own.
 
     Parameters
     ----------
@@ -343,7 +347,7 @@ def events(trace: Trace) -> list[list[Move]]:
 
 
 def passes(trace: Trace) -> Trace:
-    """Return the trace without the stores that FA-1 makes before it loads the first Qi.
+    """Return a trace without the stores before the first load of Q, which initialise O, l and m.
 
     Parameters
     ----------
@@ -353,7 +357,7 @@ def passes(trace: Trace) -> Trace:
     Returns
     -------
     Trace
-        The shorter trace.
+        The trace without these stores. All loads are kept.
     """
     first = next(n for n, m in enumerate(trace.moves) if m.array == "Q")
     loads = tuple(m for m in trace.moves[:first] if m.kind == "load")
@@ -371,8 +375,8 @@ def steps(trace: Trace) -> dict[str, list[Any]]:
     Returns
     -------
     dict
-        "steps": for each event the text "moves|tiles on chip|tile of S|lines|thread block";
-        "bytes": the clock after each event.
+        "steps": for each event the text "moves|tiles on chip|tile of S|lines|thread block".
+        "bytes": for each event the clock after it.
     """
     clean = passes(trace)
     fills = {*trace.moves} - {*clean.moves}
@@ -401,22 +405,22 @@ def steps(trace: Trace) -> dict[str, list[Any]]:
 
 
 def traces(rows: Iterable[Row]) -> list[Trace]:
-    """Return the traced calls among rows.
+    """Return the traces of all traced calls whose moves are among the given rows.
 
     Parameters
     ----------
     rows : iterable of Row
-        Rows whose notes are from `notes`.
+        Rows of data. Rows of counted traffic must have notes of `notes`. Other rows are ignored.
 
     Returns
     -------
     list of Trace
-        The calls.
+        One trace per call, sorted by head dimension, length, mask, tiles and series.
 
     Raises
     ------
     ValueError
-        If a note of a traced row is not a move.
+        If the note of a row of counted traffic does not describe a move, or the row has no tiles.
     """
     calls: dict[tuple[Any, ...], list[tuple[int, Row, re.Match[str]]]] = {}
     for row in rows:

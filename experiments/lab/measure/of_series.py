@@ -1,8 +1,8 @@
-"""What the series of all units have in common: a value is written once, for the first unit.
+"""Dictionaries by series, whose values for other units are derived from those of the first unit.
 
-A series is algorithm-unit or algorithm-unit-variant. The value of another unit's series follows
-from what the unit says of itself (``fa_numba.choices.units``), also if the unit is registered
-later.
+The name of a series is algorithm-unit or algorithm-unit-variant. A value, such as a label, is
+written once, for the series of the first unit. The value for another unit's series follows from the
+attributes of that unit (``fa_numba.choices.units``), also if the unit is registered later.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,11 +13,12 @@ FIRST = next(iter(UNITS))
 
 
 class OfSeries(dict[str, str]):
-    """Values by the name of a series.
+    """Maps the name of a series to a value. Values for units other than the first unit are derived.
 
-    ``derived(unit, rest, value)`` returns the value of a unit's series. ``rest`` is the name of the
-    series without the unit, such as "fa1-splits". ``value`` is what the same series of the first
-    unit has, or "". A missing series has the value "" if ``derived`` returns it.
+    ``derived(unit, rest, value)`` returns the value for a series of another unit. ``rest`` is the
+    name of the series without the unit, such as "fa1-splits". ``value`` is the value of the series
+    that has the first unit instead, or "" if there is none. If ``derived`` returns "", the series
+    has no value.
     """
 
     def __init__(self, own: Mapping[str, str], derived: Callable[[Unit, str, str], str]) -> None:
@@ -36,7 +37,7 @@ class OfSeries(dict[str, str]):
         return value
 
     def add(self, series: str) -> None:
-        """Store the value of a series, so that the series is found by ``in`` and ``get`` too."""
+        """Store the derived value of a series, so that ``in`` and ``get`` find the series too."""
         self[series] = self[series]
 
     def of(self, series: str) -> str | None:

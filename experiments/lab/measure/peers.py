@@ -1,4 +1,7 @@
-"""torch's attention kernels, measured in the same run on the same arrays. torch may be missing."""
+"""Calls of torch's attention kernels: peers, which are timed in the same run on the same arrays.
+
+torch may be missing.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,7 +23,7 @@ CUDNN = "torch-cudnn"
 MATH = "torch-math"
 UNFUSED = "torch-unfused"
 MATMUL = "torch-matmul"
-# Made in `flex`, where an option has no other kernel of torch.
+# The module `flex` makes its calls. It is for options that no other kernel of torch supports.
 FLEX = "torch-flex"
 # torch's FlashAttention-2 and cuDNN kernels take half precision only.
 FLOAT32 = (EFFICIENT, UNFUSED)
@@ -35,12 +38,12 @@ _BACKENDS = {
 
 
 def available() -> bool:
-    """Return whether torch with CUDA is here."""
+    """Return whether torch is installed and has a CUDA GPU."""
     return torch is not None and torch.cuda.is_available()
 
 
 def say_missing(say: Callable[[str], None]) -> None:
-    """Say that torch's kernels are not measured, if torch with CUDA is missing.
+    """Print that torch's kernels are not measured, if torch with CUDA is missing.
 
     Parameters
     ----------
@@ -60,7 +63,7 @@ def call(
     series: str, problem: Problem, q: Any, k: Any, v: Any, *, dropout_p: float = 0.0,
     kv_lens: Sequence[int] | None = None, softmax: Callable[[Any], Any] | None = None,
 ) -> Callable[..., Any]:  # fmt: skip
-    """Return a function that runs a series of torch once forward.
+    """Return a function that runs the forward pass of one of torch's series once.
 
     Parameters
     ----------
@@ -73,14 +76,14 @@ def call(
     dropout_p : float, default 0.0
         Probability that an element of P is dropped.
     kv_lens : sequence of int, optional
-        Valid columns of each batch entry; torch gets them as a mask (batch, 1, 1, seqlen_k).
+        Number of valid columns of each batch entry. torch gets a mask (batch, 1, 1, seqlen_k).
     softmax : callable, optional
-        Softmax of the unfused steps. Default: torch's.
+        Softmax that the series `UNFUSED` uses. Default: torch's softmax.
 
     Returns
     -------
     callable
-        Takes the argument `out`, ignores it, and returns O.
+        Takes the argument `out`, ignores it, and returns O as a new array.
 
     Raises
     ------
@@ -225,7 +228,7 @@ def matmul(size: int, dtype: str) -> Callable[[], Any]:
     Returns
     -------
     callable
-        Returns the product, which is always written to the same memory.
+        Takes no argument, and returns the product. All calls write to the same memory.
     """
     torch.backends.cuda.matmul.allow_tf32 = False
     generator = torch.Generator("cuda").manual_seed(0)
@@ -236,14 +239,14 @@ def matmul(size: int, dtype: str) -> Callable[[], Any]:
 
 
 def on_device(arrays: Sequence[np.ndarray], dtype: str = "float32") -> tuple[Any, ...]:
-    """Return NumPy arrays on the GPU in a dtype.
+    """Copy NumPy arrays to the GPU, converted to a dtype.
 
     Parameters
     ----------
     arrays : sequence of ndarray
         Arrays.
     dtype : str, default "float32"
-        Dtype. "bfloat16" needs torch.
+        Dtype of the results. "bfloat16" needs torch.
 
     Returns
     -------
@@ -259,7 +262,7 @@ def on_device(arrays: Sequence[np.ndarray], dtype: str = "float32") -> tuple[Any
 def repeated(
     arrays: Sequence[np.ndarray], dtype: str, times: int, axis: int = 0
 ) -> tuple[Any, ...]:
-    """Return NumPy arrays on the GPU, each repeated along an axis.
+    """Copy NumPy arrays to the GPU, and repeat each along an axis.
 
     Parameters
     ----------
@@ -268,14 +271,14 @@ def repeated(
     dtype : str
         Dtype.
     times : int
-        Number of copies, one behind the other.
+        Number of copies of an array along the axis.
     axis : int, default 0
-        The axis.
+        The axis along which the array is repeated.
 
     Returns
     -------
     tuple of array
-        As for `on_device`.
+        Arrays of the type that `on_device` returns.
     """
     if available():
         shape = [times if at == axis else 1 for at in range(4)]
@@ -285,7 +288,7 @@ def repeated(
 
 
 def allocated_bytes(run: Callable[..., Any]) -> int:
-    """Return the peak memory that torch's allocator gives to one call, in bytes, results included.
+    """Return the peak memory that torch's allocator gives to one call, including its results.
 
     Parameters
     ----------
@@ -295,7 +298,7 @@ def allocated_bytes(run: Callable[..., Any]) -> int:
     Returns
     -------
     int
-        Bytes.
+        Bytes of GPU memory.
     """
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -308,17 +311,17 @@ def allocated_bytes(run: Callable[..., Any]) -> int:
 
 
 def peak_bytes(run: Callable[..., Any]) -> int:
-    """Return the peak memory of one call, in bytes, without its only result.
+    """Return the peak memory that torch's allocator gives to one call, without its result.
 
     Parameters
     ----------
     run : callable
-        The call; returns one tensor.
+        The call. It must return one tensor.
 
     Returns
     -------
     int
-        Bytes.
+        Bytes of GPU memory.
     """
     made: list[Any] = []
     peak = allocated_bytes(lambda: made.append(run()))
@@ -326,6 +329,6 @@ def peak_bytes(run: Callable[..., Any]) -> int:
 
 
 def release() -> None:
-    """Give the memory that torch keeps back to the GPU."""
+    """Give memory that torch's allocator keeps, but does not use, back to the GPU."""
     if available():
         torch.cuda.empty_cache()

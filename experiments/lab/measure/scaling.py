@@ -1,6 +1,6 @@
-"""Accesses at given tiles from every source, per score, and the powers with which they grow.
+"""Accesses at given tiles, from every source, and the powers with which they grow.
 
-A score is an element of S.
+Accesses are given per score. A score is an element of S.
 """
 
 import math
@@ -25,8 +25,8 @@ from .series import algorithm, call, columns, gradients, plan
 from .variants import Variant
 from .workloads import Inputs
 
-# A series whose tiles are those of FlashAttention's line 1 for M ends in this, others have the
-# planner's for M.
+# The ending of a series whose tiles follow line 1 of FlashAttention's algorithms for M. Series
+# without this ending have the planner's tiles for M.
 RULE = "-rule"
 PLANNED = ("standard-simt", "fa1-simt", "fa2-simt")
 RULED = tuple(name + RULE for name in PLANNED[1:])
@@ -39,16 +39,16 @@ FORMS: dict[tuple[str, str], Callable[..., Any]] = {
     ("fa1", "bwd"): io_model.fa1_backward,
     ("fa2", "bwd"): io_model.fa2_backward,
 }
-# What a kernel's tiles are multiples of: Br and Bc.
+# A kernel's Br must be a multiple of the first number, and Bc of the second.
 STEPS = (4, 8)
 FLOAT = io_model.ELEMENT_BYTES
-# Fewer points have no exponent worth the name.
+# Least number of points to which a power law is fitted.
 FEWEST = 3
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A call of a series at given block sizes.
+    """A call of a series at given tile sizes.
 
     Parameters
     ----------
@@ -57,9 +57,9 @@ class Setting:
     problem : Problem
         The problem.
     Br, Bc : int
-        Block sizes.
+        Tile sizes.
     note : str, default ""
-        What no column of a row says.
+        Note of the call's rows: facts for which there is no column.
     pass_ : str, default "fwd"
         "fwd" for the forward pass, "bwd" for the backward pass alone.
     """
@@ -73,7 +73,7 @@ class Setting:
 
     @property
     def tiles(self) -> fa_numba.Tiles:
-        """Return the block sizes as `Tiles`."""
+        """Return Br and Bc as a `Tiles` object."""
         return fa_numba.Tiles(Br=self.Br, Bc=self.Bc)
 
     def fields(self, experiment: str, machine: str | None) -> dict[str, Any]:
@@ -84,22 +84,22 @@ class Setting:
         experiment : str
             Name of the experiment.
         machine : str or None
-            Name of the rows' file.
+            The machine of the rows: a GPU, "emulator" or "model".
 
         Returns
         -------
         dict
-            Arguments of `Row`.
+            Keyword arguments of `Row`.
         """
         own = {"note": self.note, "pass_": self.pass_}
         return columns(experiment, self.series, self.problem, machine, self, **own)
 
 
 def ruled(series: str, problem: Problem, M: int, note: str = "", pass_: str = "fwd") -> Setting:
-    """Return a call with the block sizes of line 1 of FlashAttention's Algorithms 1 and 4.
+    """Return a call with the tile sizes of line 1 of FlashAttention's Algorithms 1 and 4.
 
-    These are Bc = ceil(M / 4d) and Br = min(Bc, d). FA-2's forward pass keeps rows of Q on chip:
-    there the two are exchanged.
+    The rule is Bc = ceil(M / 4d) and Br = min(Bc, d). For FA-2's forward pass, which keeps a row
+    tile on chip, Br and Bc are exchanged.
 
     Parameters
     ----------
@@ -110,7 +110,7 @@ def ruled(series: str, problem: Problem, M: int, note: str = "", pass_: str = "f
     M : int
         On-chip memory in floats.
     note : str, default ""
-        What no column of a row says.
+        Note of the call's rows: facts for which there is no column.
     pass_ : str, default "fwd"
         The pass.
 
@@ -126,7 +126,7 @@ def ruled(series: str, problem: Problem, M: int, note: str = "", pass_: str = "f
 
 
 def for_memory(series: str, problem: Problem, M: int, note: str = "") -> Setting:
-    """Return a call with the block sizes that the planner chooses for a given shared memory.
+    """Return a forward call with the tile sizes that the planner chooses for a given shared memory.
 
     Parameters
     ----------
@@ -137,7 +137,7 @@ def for_memory(series: str, problem: Problem, M: int, note: str = "") -> Setting
     M : int
         Shared memory of a thread block, in floats.
     note : str, default ""
-        What no column of a row says.
+        Note of the call's rows: facts for which there is no column.
 
     Returns
     -------
@@ -150,7 +150,7 @@ def for_memory(series: str, problem: Problem, M: int, note: str = "") -> Setting
 
 
 def made(setting: Setting) -> fa_numba.Plan | None:
-    """Return the plan of a call on the emulated device.
+    """Return the plan that a call has on the emulator.
 
     Parameters
     ----------
@@ -160,7 +160,7 @@ def made(setting: Setting) -> fa_numba.Plan | None:
     Returns
     -------
     Plan or None
-        None if there is no kernel for its block sizes.
+        None if there is no kernel for the tile sizes.
     """
     series, problem, passes = setting.series, setting.problem, setting.pass_
     with device.using("emulator"), suppress(ValueError):
@@ -169,7 +169,7 @@ def made(setting: Setting) -> fa_numba.Plan | None:
 
 
 def model(experiment: str, setting: Setting) -> Iterator[Row]:
-    """Yield rows of loads and stores in closed form, for any block sizes.
+    """Yield the rows of loads and stores by the closed form. Any tile sizes are allowed.
 
     Parameters
     ----------
@@ -189,7 +189,7 @@ def model(experiment: str, setting: Setting) -> Iterator[Row]:
 
 
 def count(experiment: str, setting: Setting, inputs: Inputs) -> Iterator[Row]:
-    """Yield rows of loads and stores counted on the emulator.
+    """Run a call on the emulator, and yield the rows of the counted loads and stores.
 
     Parameters
     ----------
@@ -198,7 +198,7 @@ def count(experiment: str, setting: Setting, inputs: Inputs) -> Iterator[Row]:
     setting : Setting
         The call.
     inputs : Inputs
-        Inputs; with a gradient for the backward pass.
+        Returns the input arrays. For the backward pass it must also return a gradient.
 
     Yields
     ------
@@ -218,7 +218,7 @@ def count(experiment: str, setting: Setting, inputs: Inputs) -> Iterator[Row]:
 def counted(
     experiment: str, settings: Sequence[Setting], bench: Bench, inputs: Inputs
 ) -> Iterator[Row | Sequence[Row]]:
-    """Yield the closed forms of several calls, then the emulator's counts of these calls.
+    """Yield the rows by the closed form for several calls, then the rows that the emulator counts.
 
     Parameters
     ----------
@@ -229,12 +229,12 @@ def counted(
     bench : Bench
         Where the experiment runs.
     inputs : Inputs
-        Inputs.
+        Returns the input arrays of a call.
 
     Yields
     ------
     Row or sequence of Row
-        Rows.
+        Rows of loads and stores.
     """
     for setting in settings:
         yield from model(experiment, setting)
@@ -244,7 +244,7 @@ def counted(
 
 
 def hardware(experiment: str, settings: Sequence[Setting], bench: Bench) -> Iterator[Row]:
-    """Yield rows of the bytes of several calls: closed form, and hardware counters.
+    """Yield rows of the bytes that several calls move: by the closed form and by hardware counters.
 
     Parameters
     ----------
@@ -258,7 +258,7 @@ def hardware(experiment: str, settings: Sequence[Setting], bench: Bench) -> Iter
     Yields
     ------
     Row
-        Rows.
+        Rows of traffic.
     """
     work = [(s.problem, [Variant(s.series, {"tiles": s.tiles}, note=s.note)]) for s in settings]
     yield from variants.hardware(experiment, work, bench)
@@ -268,16 +268,17 @@ Points = dict[Any, float]
 
 
 def per_score(rows: Iterable[Row], x: Callable[[Row], Any]) -> dict[tuple[str, str], Points]:
-    """Return loads plus stores per score, in elements of 4 bytes, as curves.
+    """Return curves of loads plus stores per score, in elements of 4 bytes.
 
-    The rows of a curve must have one sequence length, and closed forms one unit.
+    The numbers of rows with equal series, source and x are added. Therefore all of these rows must
+    be of one problem. Closed forms must be either in elements or in bytes, not in both.
 
     Parameters
     ----------
     rows : iterable of Row
         Rows of loads, stores or traffic.
     x : callable
-        Takes a row and returns its position on the curve.
+        Takes a row and returns its x on the curve.
 
     Returns
     -------
@@ -304,9 +305,9 @@ class Fit:
     exponent : float
         The exponent.
     error : float
-        Its standard error.
+        Standard error of the exponent.
     low, high : float
-        First and last x.
+        First and last x of the fitted points.
 
     Examples
     --------
@@ -331,12 +332,12 @@ def fit(points: Points, low: float = 0, high: float = math.inf) -> Fit | None:
     points : dict
         Maps x to y.
     low, high : float
-        Points outside of this range of x are left out. Default: none.
+        Range of x. Points outside of it are left out. Default: all x.
 
     Returns
     -------
     Fit or None
-        None if there are fewer than three points.
+        The fit. None if there are fewer than three points in the range with a positive y.
     """
     inside = [(x, y) for x, y in sorted(points.items()) if low <= x <= high and y > 0]
     if len(inside) < FEWEST:
@@ -351,17 +352,17 @@ def fit(points: Points, low: float = 0, high: float = math.inf) -> Fit | None:
 
 
 def equal(rows: Sequence[Row]) -> str:
-    """Return a sentence on how many counted numbers equal the closed form.
+    """Return a sentence that says how many counted numbers equal the closed form.
 
     Parameters
     ----------
     rows : sequence of Row
-        Rows.
+        Rows with source "counted" and "model".
 
-    Returns
+        Returns
     -------
     str
-        The sentence, with a blank before it; empty if nothing was counted.
+        The sentence, with a blank before it. Empty if `rows` contains no counted number.
     """
     same, counted = counts.equal(rows)
     if not counted:
@@ -376,5 +377,5 @@ KINDS = {
     "dram": "DRAM, measured",
 }
 
-# What exponents are fitted to: the counts, at small sizes, are the closed form's.
+# Sources to which exponents are fitted. Counts are left out, because they equal the closed form.
 FITTED = {source: label for source, label in KINDS.items() if source != "counted"}

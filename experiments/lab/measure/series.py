@@ -1,6 +1,6 @@
-"""Our algorithms under the names that the data store uses, "series" such as "fa2-mma".
+"""The names of series, such as "fa2-mma", and calls of our algorithms by these names.
 
-A series is algorithm-unit or algorithm-unit-variant.
+The name of a series is algorithm-unit or algorithm-unit-variant.
 """
 
 from collections.abc import Callable
@@ -21,23 +21,22 @@ from ..record import EMULATOR, MODEL
 from . import peers
 from .of_series import OfSeries
 
-# A series is algorithm-unit, or algorithm-unit-variant: units are CUDA cores, "simt", tensor cores,
-# "mma", and those of Hopper by their own instruction, "wgmma".
+# Units: "simt" is CUDA cores, "mma" is tensor cores, "wgmma" is Hopper's tensor cores.
 SERIES = {"standard-simt": "standard", "fa1-simt": "fa1", "fa2-simt": "fa2"}
 SPLITS, MMA_SPLITS = "fa1-simt-splits", "fa1-mma-splits"
 HOPPER = "fa2-wgmma"
 HOPPER_FA1, HOPPER_SPLITS = "fa1-wgmma", "fa1-wgmma-splits"
-# Everything that computes in 16 bits.
+# All series that take 16-bit inputs.
 HALF = ("standard-mma", "fa1-mma", MMA_SPLITS, "fa2-mma", HOPPER_FA1, HOPPER_SPLITS, HOPPER)
 # FA-2's backward pass with a fixed order of dQ's sums.
 DETERMINISTIC = "fa2-simt-deterministic"
-# float32 by planes of 16 bits, with the sums that each precision keeps.
+# float32 inputs that are split into 16-bit planes: one series per precision.
 PLANES = tuple(f"fa2-mma-{name}" for name in PRECISIONS if name != "ieee")
 HOPPER_PLANES = ("fa2-wgmma-fp16x3", "fa2-wgmma-bf16x3")
-# Of the time of a tile of S: what a column tile costs a block of FA-1 beside its tiles, and the
-# atomic adds to its dK and dV where several blocks share a head's queries, as measured on an H200.
+# Costs of a column tile for a thread block of FA-1, as a multiple of the time of a tile of S, as
+# measured on an H200: to load K and V, and to add to dK and dV with atomic adds.
 LOADING_KV, ADDING_DKV = 0.5, 2.6
-# What figures and tables call a unit, and a series.
+# The names of units and series in figures and tables.
 UNIT_NAMES = {name: unit.label for name, unit in UNITS.items()}
 _LABELS = {
     "standard-simt": "standard attention",
@@ -57,14 +56,16 @@ _LABELS = {
     "torch-flex": "torch's flex_attention",
     "fa2-auto": 'FA-2, unit="auto"',
 }
-# In the backward pass both orders have K/V outside: what differs is the grid.
+# In the backward pass both orders have K/V outside. The orders differ in the grid.
 _BACKWARD = {"fa1-simt": "FA-1 (one block per head)", "fa2-simt": "FA-2 (grid over K/V)"}
 
 
 def _label(unit: Unit, rest: str, of_first: str) -> str:
-    """Return the label of a unit's series: that of the first unit's, marked with the unit.
+    """Return the label of another unit's series: the first unit's label, marked with the unit.
 
-    The series of a precision is called by the precision.
+    `rest` is the name of the series without the unit. `of_first` is the label of the first unit's
+    series. A series of a precision, for which the first unit has no label, has the precision's name
+    in its label.
     """
     order, *variant = rest.split("-")
     name, comma, more = of_first.partition(", ")
@@ -96,7 +97,7 @@ def algorithm(series: str) -> Algorithm:
     Returns
     -------
     str
-        The name for `fa_numba`.
+        The value of the option `algorithm` of `fa_numba`.
 
     Examples
     --------
@@ -117,7 +118,7 @@ def unit(series: str) -> UnitName:
     Returns
     -------
     str
-        The name for `fa_numba`.
+        The value of the option `unit` of `fa_numba`.
     """
     return cast(UnitName, series.split("-")[1])
 
@@ -141,7 +142,7 @@ def precision(series: str) -> str:
 
 
 def by_planes(series: str) -> bool:
-    """Return whether a series computes float32 products from planes of 16 bits.
+    """Return whether a series splits float32 inputs into 16-bit planes.
 
     Parameters
     ----------
@@ -206,10 +207,10 @@ def call(series: str, problem: Problem, q: Any, k: Any, v: Any, **options: Any) 
 
 
 def _whole_columns(series: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options with the paper's grid unless `kv_splits` is given.
+    """Return the options with ``kv_splits=1`` for FA-2's forward pass on a GPU; others unchanged.
 
-    This is for FA-2 forward on a GPU: one thread block computes all columns of a row tile, even if
-    that leaves multiprocessors idle.
+    One thread block then computes all columns of a row tile, as in the paper, even if
+    multiprocessors stay idle. If the options contain `kv_splits`, they are not changed.
     """
     forward = algorithm(series) == "fa2" and options.get("passes", "fwd") == "fwd"
     return {"kv_splits": 1, **options} if forward and device.planned_for_gpu() else options
@@ -239,7 +240,7 @@ def backward_options(series: str) -> dict[str, Any]:
 def gradients(
     series: str, problem: Problem, pass_: str, *arrays: Any, before: Any = None, **given: Any
 ) -> Callable:
-    """Return a function that computes dq, dk and dv once by a series.
+    """Return a function that computes dq, dk and dv once with a series.
 
     Parameters
     ----------
@@ -324,7 +325,7 @@ def query_splits(
     problem: Problem, multiprocessors: int, series: str = "fa1-simt", passes: str = "fwd",
     tiles: Any = None,
 ) -> int:  # fmt: skip
-    """Return the number of thread blocks into which FA-1 should split the queries of a head.
+    """Return the number of thread blocks among which FA-1 should divide the rows of Q of a head.
 
     Parameters
     ----------
@@ -337,14 +338,15 @@ def query_splits(
     passes : str, default "fwd"
         The pass.
     tiles : Tiles, optional
-        Block sizes. Default: the block sizes of the plan.
+        Tile sizes. Default: the tile sizes of the plan.
 
     Returns
     -------
     int
-        The number of splits for which all thread blocks are finished earliest, by the work that
-        `block_costs` returns. Candidates are the powers of two below the number of row tiles, and
-        the number of row tiles. The smallest of equally good candidates is returned.
+        The number of splits with the shortest estimated time until all thread blocks are finished.
+        The estimate uses the work that `block_costs` returns. Candidates are the powers of two
+        below the number of row tiles, and the number of row tiles. The smallest of equally good
+        candidates is returned.
     """
     tiles = tiles or plan(series, problem, passes=passes).tiles
     return _best_splits(problem, tiles.Br, tiles.Bc, multiprocessors, passes != "fwd")
@@ -352,10 +354,11 @@ def query_splits(
 
 @cache
 def _best_splits(problem: Problem, Br: int, Bc: int, multiprocessors: int, adds: bool) -> int:
-    """Return the splits with which the last thread block ends first.
+    """Return the number of splits with which the last thread block ends first.
 
-    Thread blocks start in order, splits first. Each goes to the multiprocessor that is free first,
-    and a multiprocessor runs one thread block at a time.
+    The thread blocks of a head start in the order of `block_costs`, one head after another. Each
+    goes to the multiprocessor that is free first. A multiprocessor runs one thread block at a time.
+    With `adds`, more than one split costs atomic adds.
     """
 
     def ends(splits: int) -> float:
@@ -369,22 +372,22 @@ def _best_splits(problem: Problem, Br: int, Bc: int, multiprocessors: int, adds:
 
 
 def block_costs(problem: Problem, Br: int, Bc: int, splits: int, adds: bool = False) -> list[float]:
-    """Return the work of one head's thread blocks in launch order (the last rows first).
+    """Return the work of each thread block of one head, in launch order (the last rows first).
 
-    The unit of work is a tile of S. The work is the number of visited tiles, and `LOADING_KV` more
-    for every column tile, because each thread block loads Kj and Vj.
+    The unit of work is a tile of S. The work is the number of visited tiles, plus `LOADING_KV` for
+    every column tile that the thread block loads.
 
     Parameters
     ----------
     problem : Problem
         The problem.
     Br, Bc : int
-        Block sizes.
+        Tile sizes.
     splits : int
         Thread blocks of a head.
     adds : bool, default False
-        Whether thread blocks add to dKj and dVj with atomic adds. The work is then `ADDING_DKV`
-        more for every column tile.
+        Whether thread blocks add to dKj and dVj with atomic adds. This costs `ADDING_DKV` for every
+        column tile.
 
     Returns
     -------
@@ -412,7 +415,7 @@ def row_fields(problem: Problem) -> dict[str, Any]:
     Returns
     -------
     dict
-        Arguments of `Row`: dtype, sizes and causal.
+        Keyword arguments of `Row`: dtype, sizes and causal.
     """
     sizes = ("batch", "heads_q", "heads_k", "seqlen_q", "seqlen_k", "head_dim")
     return {name: getattr(problem, name) for name in ("dtype", *sizes, "causal")}
@@ -422,7 +425,7 @@ def columns(
     experiment: str, series: str, problem: Problem, machine: str | None, tiles: Any = None,
     **more: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return all columns of a row except metric, unit and number.
+    """Return all columns of a row of data except metric, unit and number.
 
     Parameters
     ----------
@@ -433,17 +436,17 @@ def columns(
     problem : Problem
         The problem.
     machine : str or None
-        Name of the file to which the row belongs. It decides the column `source`: "model" for the
-        file "model", "counted" for the file "emulator", and "measured" for all other files.
+        The machine of the row. It decides the column `source`: "model" for the machine "model",
+        "counted" for the machine "emulator", and "measured" for GPUs.
     tiles : object with Br and Bc, optional
-        Block sizes.
+        Tile sizes.
     **more
         Further columns. They replace columns of the same name.
 
     Returns
     -------
     dict
-        Arguments of `Row`.
+        Keyword arguments of `Row`.
     """
     source = {MODEL: "model", EMULATOR: "counted"}.get(machine or "", "measured")
     found = {"machine": machine, "experiment": experiment, "series": series, "source": source}

@@ -1,4 +1,7 @@
-"""Speed over the sequence length in FA-2's benchmark: `measure` measures a `Study`."""
+"""Measures speed over sequence length for the problems of the FA-2 paper's benchmark.
+
+A `Study` says what an experiment measures, and the function `measure` measures it.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,14 +26,14 @@ from .workloads import HEAD_DIMS, SEQLENS, fa2_setting
 
 PASSES = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward + backward"}
 DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
-# Series that one pass alone has, and those whose run is another's where there is one split.
+# Series that are measured in one pass only. UNSPLIT: series with splits -> series without splits.
 _ONLY_IN = {SPLITS: "fwd", DETERMINISTIC: "bwd"}
 UNSPLIT = {SPLITS: "fa1-simt", MMA_SPLITS: "fa1-mma", HOPPER_SPLITS: HOPPER_FA1}
 
 
 @dataclass(frozen=True)
 class Study:
-    """What one speed experiment measures.
+    """The dtype, passes, series and sequence lengths that one speed experiment measures.
 
     Parameters
     ----------
@@ -39,15 +42,15 @@ class Study:
     dtype : str
         Dtype of the problems.
     passes : tuple of str
-        Passes.
+        Passes: "fwd", "bwd" or "fwd+bwd".
     ours, theirs : tuple of str
-        Our series and torch's.
+        Our series, and torch's series.
     fa1_longest : int, optional
-        Longest sequence of FA-1's backward pass. None: no limit.
+        Longest sequence at which passes of FA-1 with gradients are measured. None: no limit.
     forward_dims : tuple of int, default ()
-        Head dimensions of which only the forward pass is measured.
+        Further head dimensions, at which only the forward pass is measured.
     figures : tuple of str, default ()
-        Figures of the FA-2 paper that show the same.
+        Figures of the FA-2 paper that show the same quantities, such as "Fig. 5".
     seqlens : tuple of int
         Sequence lengths.
     """
@@ -69,7 +72,10 @@ class Study:
 
     @property
     def drawn(self) -> tuple[str, ...]:
-        """Return the series of the figure. Series of float32 in planes are in a table instead."""
+        """Return the series of the figure: all except those that split float32 into planes.
+
+        A table shows the series with planes.
+        """
         return tuple(series for series in self.series if not by_planes(series))
 
     def passes_of(self, series: str) -> tuple[str, ...]:
@@ -78,19 +84,20 @@ class Study:
         Parameters
         ----------
         series : str
-            Name of the series. Some have one pass only. Series in planes have no "fwd+bwd".
+            Name of the series. Some series are measured in one pass only. Series with 16-bit planes
+            are not measured in "fwd+bwd".
 
         Returns
         -------
         tuple of str
-            Passes.
+            Passes of the study.
         """
         only = _ONLY_IN.get(series)
         passes = (p for p in self.passes if only in (None, p))
         return tuple(p for p in passes if not by_planes(series) or p != "fwd+bwd")
 
     def at(self, problem: Problem, pass_: str) -> list[str]:
-        """Return the series that are measured at a problem in a pass.
+        """Return the series that are measured for a problem in a pass.
 
         Parameters
         ----------
@@ -102,7 +109,7 @@ class Study:
         Returns
         -------
         list of str
-            Series; torch's only if torch is installed.
+            Names of series. torch's series are left out if torch with CUDA is missing.
         """
         if pass_ != "fwd" and problem.head_dim in self.forward_dims:
             return []
@@ -117,7 +124,7 @@ class Study:
 
 
 def measure(study: Study, options: Options, bench: Bench) -> Iterator[Row]:
-    """Measure a study: rows of time, speed and error, and of peak memory for forward passes.
+    """Measure a study: time, speed and error of each call, and peak memory of forward calls.
 
     Results are checked before they are timed.
 
@@ -130,10 +137,11 @@ def measure(study: Study, options: Options, bench: Bench) -> Iterator[Row]:
     bench : Bench
         Where the experiment runs.
 
-    Yields
-    ------
-    Row
-        Rows.
+        Yields
+        ------
+        Row
+            Rows of time, speed, error and memory. If torch is installed, also the speed of torch's
+            matrix product.
     """
     lengths = options.seqlens or (study.seqlens[:2] if options.quick else study.seqlens)
     every = (*HEAD_DIMS, *study.forward_dims)
@@ -154,9 +162,11 @@ def measure(study: Study, options: Options, bench: Bench) -> Iterator[Row]:
 
 
 def _calls(study: Study, problem: Problem, multiprocessors: int) -> Iterator[Variant]:
-    """Yield the calls of a problem. Series with splits are left out if they have no plan.
+    """Yield the calls of a problem that a study measures.
 
-    The splits of "fwd+bwd" are the splits of the backward pass.
+    For FA-1 with query splits, the number of splits is chosen here. "fwd+bwd" has the number of
+    splits of the backward pass. If no number can be chosen because planning fails, the call is
+    yielded without the option `query_splits`.
     """
     for pass_ in study.passes:
         for series in study.at(problem, pass_):

@@ -1,4 +1,7 @@
-"""Times of calls on a GPU: warm, by device events, with L2 flushed, after a check of the result."""
+"""Timing of calls on a GPU by device events. A call is timed after its result has been checked.
+
+Each call is warmed up before, and L2 is flushed before each timed run.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,11 @@ from ..record import Row
 from .check import PEER_BOUND, WrongResult
 
 REPEATS = 20
-# The longest problem whose gradients are computed in float64 here.
+# Most rows of Q of a problem whose gradients are checked against float64 when it is timed.
 CHECKED_SEQLEN = 2048
-# Of calls that take long: about so much time, and no fewer calls.
+# Long calls: seconds that all timed calls take together, and the least number of timed calls.
 SECONDS, FEWEST = 0.4, 5
-# Seconds from which on a call needs no more warming up than its check.
+# Calls that take longer than this many seconds have no further warm-up runs.
 LONG = 0.05
 PROTOCOL = {
     "clock": "device events around one call",
@@ -50,7 +53,7 @@ PROTOCOL = {
 
 @dataclass(frozen=True)
 class Timing:
-    """A timing: milliseconds of a call, or another number of which there are several readings.
+    """The percentiles of several readings of a number, such as the milliseconds of a call.
 
     Parameters
     ----------
@@ -59,7 +62,7 @@ class Timing:
     n : int
         Number of readings.
     error : float, default nan
-        Relative error of the checked result against float64. NaN if there is none.
+        Relative error of the checked result against float64. NaN if no error is known.
     """
 
     median: float
@@ -70,7 +73,7 @@ class Timing:
 
     @classmethod
     def of(cls, samples: Sequence[float], error: float = math.nan) -> Timing:
-        """Return the timing of several readings.
+        """Return the percentiles of several readings.
 
         Parameters
         ----------
@@ -125,7 +128,7 @@ def time_call(
     Notes
     -----
     Before the timing the call runs twice: once for the check, and once more. Calls of at most 0.05
-    s run 3 more times. `PROTOCOL` has all details.
+    s run 3 more times. The constant `PROTOCOL` describes all details.
     """
     out = call()
     device.synchronize()
@@ -142,7 +145,7 @@ def time_call(
 
 
 def number(found: Timing | None) -> dict[str, Any]:
-    """Return the columns of a row that contain a timing: value, p20, p80 and n.
+    """Return the columns of a row that contain numbers of a timing: value, p20, p80 and n.
 
     Parameters
     ----------
@@ -152,7 +155,7 @@ def number(found: Timing | None) -> dict[str, Any]:
     Returns
     -------
     dict
-        Arguments of `Row`.
+        Keyword arguments of `Row`. Only ``value=None`` if there is no timing.
     """
     if found is None:
         return {"value": None}
@@ -160,14 +163,14 @@ def number(found: Timing | None) -> dict[str, Any]:
 
 
 def timing_rows(timing: Timing, problem: Problem, **common: Any) -> Iterator[Row]:
-    """Yield rows of time (ms), speed (TFLOP/s) and, if there is one, error.
+    """Yield the rows of a timing: time (ms), speed (TFLOP/s) and, if it is known, the error.
 
     Parameters
     ----------
     timing : Timing
         Milliseconds of a call.
     problem : Problem
-        The problem, whose FLOPs are used.
+        The problem. The speed is its number of useful FLOPs divided by the time.
     **common
         The other columns of the rows.
 
@@ -178,7 +181,7 @@ def timing_rows(timing: Timing, problem: Problem, **common: Any) -> Iterator[Row
     """
     yield Row(metric="time", unit="ms", **number(timing), **common)
     teraflop = io_model.flops(problem, common.get("pass_", "fwd")) / 1e9
-    # The fastest fifth of the runs is the upper end of the speed.
+    # The speed's 80th percentile belongs to the time's 20th percentile.
     median, p20, p80 = (teraflop / t for t in (timing.median, timing.p80, timing.p20))
     speed = Timing(median, p20, p80, timing.n)
     yield Row(metric="speed", unit="TFLOP/s", **number(speed), **common)
@@ -189,14 +192,14 @@ def timing_rows(timing: Timing, problem: Problem, **common: Any) -> Iterator[Row
 def attempt(work: Callable[..., Any], *arguments: Any, **named: Any) -> tuple[Any, str]:
     """Call a function and return its result, or the reason why it failed.
 
-    Errors are caught, so that a run goes on after a failure.
+    Errors are caught, so that a run continues after a failure.
 
     Parameters
     ----------
     work : callable
         The function.
     *arguments, **named
-        Its arguments.
+        Arguments of the function.
 
     Returns
     -------

@@ -1,8 +1,8 @@
-"""A sweep over block sizes, warps and stages of the tensor-core kernels on this GPU.
+"""A sweep over tile sizes, threads and stages of the tensor-core kernels on this GPU.
 
-`figures/data/tune/<machine>.csv` contains every time. `fa_numba/choices/tuned.csv`, which plans
-read, contains the fastest tiles for each compute capability, unit, algorithm, pass and head
-dimension.
+The file `figures/data/tune/<machine>.csv` contains every time. The file
+`fa_numba/choices/tuned.csv`, which the planner reads, contains the fastest tiles for each compute
+capability, unit, algorithm, pass and head dimension.
 """
 
 import contextlib
@@ -26,23 +26,24 @@ from .workloads import fa2_setting
 
 NAME = "tune"
 DTYPE = "float16"
-# Few blocks of a short sequence, and many of a long one; of short ones Hopper's have a rule.
+# A short sequence with few thread blocks, and a long one with many. For short sequences on Hopper
+# the planner has a rule instead.
 SEQLENS = {"mma": (512, 4096), "wgmma": (2048, 8192)}
-# As many fragments of 16 columns as a head dimension can have, the usual ones first.
+# Multiples of 16, the usual head dimensions first.
 HEAD_DIMS = (64, 128, 32, 96, 192, 256, 80, 112, 160, 48)
 SERIES = ("fa1-mma", "fa2-mma", HOPPER)
 PASSES = ("fwd", "bwd")
-# By unit and pass: rows of Q, rows of K and V. Smaller ones lose everywhere. Of Hopper's backward
-# kernels a head dimension has one size.
+# (unit, pass) -> candidates for Br, candidates for Bc. Smaller tiles are slower everywhere. The
+# backward kernels for Hopper have one tile size per head dimension.
 BLOCKS = {
     ("mma", "fwd"): ((64, 128, 256), (32, 64, 128, 256)),
     ("mma", "bwd"): ((32, 64, 128), (32, 64, 128, 256)),
     ("wgmma", "fwd"): ((128, 192), (48, 64, 80, 96, 112, 128, 144, 160, 192, 256)),
 }
 THREADS = (64, 128, 256)
-# Of K and V, where a kernel has a choice.
+# (series, pass) -> candidates for the number of stages of K and V. Other kernels have one stage.
 STAGES_OF = {("fa2-mma", "fwd"): (1, 2), (HOPPER, "fwd"): (2,)}
-# Of timing for each call: 20 runs where they take less.
+# Seconds of timed runs of each call, if its 20 runs take longer than this.
 SECONDS = 0.1
 
 
@@ -53,21 +54,21 @@ def candidates(
     head_dims: Sequence[int] = HEAD_DIMS, series: Sequence[str] = SERIES,
     passes: Sequence[str] = PASSES,
 ) -> variants.Work:  # fmt: skip
-    """Return the calls to time: all tiles that have a plan on this GPU.
+    """Return the calls to time: one for each candidate of tiles that has a plan on this GPU.
 
     Parameters
     ----------
     head_dims : sequence of int
         Head dimensions, which are rounded up to multiples of 16.
     series : sequence of str
-        Series.
+        Names of series.
     passes : sequence of str
-        "fwd", "bwd".
+        Passes: "fwd" or "bwd".
 
     Returns
     -------
     Work
-        Each problem with its calls.
+        Pairs of a problem and its calls.
     """
     found = []
     head_dims = tuple(dict.fromkeys(-(-d // 16) * 16 for d in head_dims))
@@ -84,12 +85,12 @@ def candidates(
 
 
 def swept(work: variants.Work) -> set[Key]:
-    """Return which (series, pass, head dimension) the calls belong to.
+    """Return the set of (series, pass, head dimension) that the calls cover.
 
     Parameters
     ----------
     work : Work
-        Each problem with its calls.
+        Pairs of a problem and its calls.
 
     Returns
     -------
@@ -100,7 +101,7 @@ def swept(work: variants.Work) -> set[Key]:
 
 
 def _sizes(name: str, pass_: str) -> Iterator[tuple[int, int, int, int]]:
-    """Yield Br, Bc, threads and stages to try."""
+    """Yield the candidates (Br, Bc, threads, stages) of a series in a pass."""
     on = unit(name)
     if (on, pass_) not in BLOCKS:
         return
@@ -111,7 +112,9 @@ def _sizes(name: str, pass_: str) -> Iterator[tuple[int, int, int, int]]:
 
 
 def note(tiles: fa_numba.Tiles) -> str:
-    """Return the part of a row's note that describes the tiles, besides Br and Bc.
+    """Return the note of a row of data: the threads and stages of the tiles.
+
+    Br and Bc are columns of the row.
 
     Parameters
     ----------
@@ -121,7 +124,7 @@ def note(tiles: fa_numba.Tiles) -> str:
     Returns
     -------
     str
-        Threads, and stages if there is more than one.
+        The number of threads, and the number of stages if it is greater than 1.
 
     Examples
     --------
@@ -141,8 +144,8 @@ def _tiles(row: Row) -> fa_numba.Tiles:
 def best(rows: Iterable[Row]) -> dict[Key, tuple[fa_numba.Tiles, float]]:
     """Return the fastest tiles of each series, pass and head dimension.
 
-    Tiles are compared by the geometric mean of their speeds over masks and lengths. Tiles that
-    failed somewhere are left out.
+    Tiles are compared by the geometric mean of their speeds over masks and lengths. Tiles that have
+    no speed for some mask or length are left out.
 
     Parameters
     ----------
@@ -178,7 +181,7 @@ def best(rows: Iterable[Row]) -> dict[Key, tuple[fa_numba.Tiles, float]]:
 def update(
     found: dict[Key, tuple[fa_numba.Tiles, float]], capability: str, path: Path = TABLE
 ) -> bool:
-    """Write the fastest tiles into the table that plans read. Its other lines stay.
+    """Write the fastest tiles into the table that the planner reads. Other lines are kept.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Several calls compared at one problem: times, after a check, and then hardware counters."""
+"""Compares several calls of one problem: times after a check, then bytes by hardware counters."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,7 +19,7 @@ from .workloads import Inputs
 
 @dataclass(frozen=True)
 class Variant:
-    """One call of a comparison.
+    """One of the calls that an experiment compares.
 
     Parameters
     ----------
@@ -28,14 +28,15 @@ class Variant:
     options : dict, default {}
         Further options of the call.
     same_as : str, optional
-        Series that makes the same call. Its rows are copied instead of measuring again.
+        Name of a series that makes the same call. The rows of that series are copied, and this call
+        is not measured.
     note : str, default ""
         Note of the rows.
     passes : str, default "fwd"
         "fwd", "bwd" or "fwd+bwd".
     by_row_tile : bool, default False
-        Whether there is one forward call per row tile of q. A loop order whose grid is over row
-        tiles then has one thread block per head at a time.
+        Whether the forward pass is computed by one call for each row tile of q. A loop order whose
+        grid is over row tiles then has one thread block per head at a time.
     """
 
     series: str
@@ -47,7 +48,10 @@ class Variant:
 
     @property
     def planned(self) -> dict[str, Any]:
-        """Return the options of the call's plan; for several passes those of the backward plan."""
+        """Return the options for the plan of the call.
+
+        For the passes "bwd" and "fwd+bwd" this is the plan of the backward pass.
+        """
         backward = {"passes": "bwd", **backward_options(self.series)}
         return self.options | ({} if self.passes == "fwd" else backward)
 
@@ -56,21 +60,21 @@ Work = Sequence[tuple[Problem, list[Variant]]]
 
 
 def splits_of(fa1: str, splits: int, passes: str = "fwd") -> Variant:
-    """Return FA-1 with its queries split over several thread blocks.
+    """Return the call of FA-1 in which several thread blocks share the rows of Q of a head.
 
     Parameters
     ----------
     fa1 : str
-        Series without splits, such as "fa1-mma".
+        Name of the series without splits, such as "fa1-mma".
     splits : int
-        Thread blocks of a head. One makes a copy of the series without splits.
+        Number of thread blocks per head. With 1, the result is a copy of the series without splits.
     passes : str, default "fwd"
         The passes.
 
     Returns
     -------
     Variant
-        Its series ends in "-splits".
+        The call. The name of its series ends in "-splits".
     """
     series = f"{fa1}-splits"
     if splits == 1:
@@ -83,27 +87,27 @@ def measure(
     experiment: str, work: Work, bench: Bench, profiled: Mapping[str, str], *,
     seconds: float | None = None, counted: Callable[[Problem], bool] = lambda problem: True,
 ) -> Iterator[Row]:  # fmt: skip
-    """Measure all calls: first times, then bytes and hardware counters.
+    """Measure all calls: first times, then bytes by hardware counters.
 
     Parameters
     ----------
     experiment : str
         Name of the experiment.
     work : sequence of (Problem, list of Variant)
-        The calls of each problem. A copy stands behind its original.
+        The calls of each problem. A copy must come after its original.
     bench : Bench
         Where the experiment runs.
     profiled : mapping of str to str
-        Further hardware counters: metric of the row to Nsight Compute's name.
+        Further hardware counters: maps the metric of a row to Nsight Compute's name of the counter.
     seconds : float, optional
-        About how long to time a call.
+        Approximate time to spend on the timed runs of each call, in seconds.
     counted : callable, optional
         Takes a problem and returns whether hardware counters are read. Default: for all problems.
 
     Yields
     ------
     Row
-        Rows.
+        Rows of `times` and of `hardware`.
     """
     yield from times(experiment, work, bench, seconds)
     yield from hardware(experiment, work, bench, profiled, counted)
@@ -112,7 +116,7 @@ def measure(
 def times(
     experiment: str, work: Work, bench: Bench, seconds: float | None = None, memory: bool = False
 ) -> Iterator[Row]:
-    """Time all calls, each after a check of its result.
+    """Time all calls. The result of each call is checked first.
 
     Parameters
     ----------
@@ -123,7 +127,7 @@ def times(
     bench : Bench
         Where the experiment runs.
     seconds : float, optional
-        About how long to time a call.
+        Approximate time to spend on the timed runs of each call, in seconds.
     memory : bool, default False
         Whether to measure the peak memory of forward calls too.
 
@@ -153,20 +157,20 @@ def plain_times(
     experiment: str, work: Sequence[tuple[Problem, Sequence[str]]], passes: Sequence[str],
     bench: Bench, seconds: float,
 ) -> Iterator[Row]:  # fmt: skip
-    """Time series without options, and yield the rows of time only.
+    """Time the calls of several series without options. Yield only the rows with metric "time".
 
     Parameters
     ----------
     experiment : str
         Name of the experiment.
     work : sequence of (Problem, sequence of str)
-        Series of each problem. torch's are left out if torch is missing.
+        The series to time for each problem. torch's series are left out if torch is missing.
     passes : sequence of str
         Passes.
     bench : Bench
         Where the experiment runs.
     seconds : float
-        About how long to time a call.
+        Approximate time to spend on the timed runs of each call, in seconds.
 
     Yields
     ------
@@ -183,13 +187,13 @@ def plain_times(
 def _run(variant: Variant, problem: Problem, arrays: Sequence[Any]) -> Callable[..., Any]:
     if variant.by_row_tile:
         return row_tiles(variant.series, problem, *arrays[:3], **variant.options)
-    # The forward pass before a backward pass alone is the plan's.
+    # The forward pass before a backward pass alone gets no options: the planner chooses.
     own = variant.options | ({"before": {}} if variant.passes == "bwd" else {})
     return calls.make(variant.series, variant.passes, problem, arrays, **own)
 
 
 def copies(variant: Variant, rows: Iterable[Row]) -> list[Row]:
-    """Return the rows of a call under the name of a variant that makes the same call.
+    """Copy the rows of a call to the series of a variant that makes the same call.
 
     Parameters
     ----------
@@ -209,10 +213,10 @@ def copies(variant: Variant, rows: Iterable[Row]) -> list[Row]:
 def _common(
     experiment: str, variant: Variant, problem: Problem, machine: str | None
 ) -> tuple[dict[str, Any], Any, str]:
-    """Return the columns of a variant's rows, its plan, and why there is no plan.
+    """Return the columns of a variant's rows, the plan, and the reason why there is no plan.
 
-    The plan is None for torch's series, or if there is no plan. The reason is empty if nothing
-    failed.
+    The plan is None for torch's series, and if planning failed. The reason is an empty text unless
+    planning failed.
     """
     planned, failure = None, ""
     if not calls.theirs(variant.series):
@@ -256,7 +260,7 @@ def hardware(
     experiment: str, work: Work, bench: Bench, profiled: Mapping[str, str] = MappingProxyType({}),
     counted: Callable[[Problem], bool] = lambda problem: True,
 ) -> Iterator[Row]:  # fmt: skip
-    """Yield rows of the bytes that calls move, in closed form and by hardware counters.
+    """Yield rows of the bytes that calls move, by the closed form and by hardware counters.
 
     Parameters
     ----------
@@ -267,14 +271,14 @@ def hardware(
     bench : Bench
         Where the experiment runs.
     profiled : mapping of str to str, default {}
-        Further hardware counters: metric of the row to Nsight Compute's name.
+        Further hardware counters: maps the metric of a row to Nsight Compute's name of the counter.
     counted : callable, optional
         Takes a problem and returns whether hardware counters are read. Default: for all problems.
 
     Yields
     ------
     Row
-        Rows.
+        Rows of traffic and of the further counters.
     """
     wanted = [(p, v) for p, variants in work for v in variants if v.same_as is None and counted(p)]
     cases = [_case(problem, variant) for problem, variant in wanted]
@@ -282,7 +286,7 @@ def hardware(
     results = counters.count_or_say(cases, metrics, bench.say) if cases else None
     read = iter(results or ())
     for problem, variants in work:
-        # Of several variants of one series a copy is of the first.
+        # A copy gets the rows of the first variant of the series that it names.
         found: dict[str, list[Row]] = {}
         for variant in variants:
             if variant.same_as is not None:
@@ -295,7 +299,11 @@ def hardware(
 
 
 def _case(problem: Problem, variant: Variant) -> counters.Case:
-    """Return the case to be counted: the variant's call, or the first of its calls by row tile."""
+    """Return the call whose counters are read: the variant's call, or one of its calls by row tile.
+
+    With calls by row tile, a causal problem raises ValueError, because the calls then move
+    different numbers of bytes.
+    """
     if variant.by_row_tile:
         if problem.causal:
             raise ValueError(
@@ -313,7 +321,7 @@ def _counted(
     common, planned, failure = _common(experiment, variant, problem, machine)
     if result is not None and failure:
         result = failure
-    # The one that is counted stands for those of all row tiles, where each has its own.
+    # If each row tile has its own call, one of these calls is counted, and multiplied.
     calls = -(-problem.seqlen_q // variant.options["tiles"].Br) if variant.by_row_tile else 1
     yield from counters.traffic(result, planned, calls, variant.note, **common)
     if result is None:
@@ -336,7 +344,8 @@ def problems_of(rows: Iterable[Row]) -> dict[Problem, list[Row]]:
     Returns
     -------
     dict of Problem to list of Row
-        Float32 first, without a mask first, then by length and head dimension.
+        The rows of each problem. Problems in float32 come first, then problems without a mask. They
+        are further sorted by length and head dimension.
     """
     found: dict[Problem, list[Row]] = {}
     for row in sorted(rows, key=lambda r: (r.dtype != "float32", r.causal, r.seqlen_q, r.head_dim)):

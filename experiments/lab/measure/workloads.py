@@ -1,4 +1,4 @@
-"""Problem sizes of the papers, and inputs for them."""
+"""Problem sizes of the papers, and random inputs for problems of any size."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ HIDDEN = 2048
 SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
 HEAD_DIMS = (64, 128)
 SEED = 20220527
-# Flash-Decoding's micro-benchmark: query heads on heads of K and V, d=128, and (batch, keys), whose
-# product is fixed but for the last.
+# Flash-Decoding's micro-benchmark, d=128: (query heads, K/V heads), and (batch, keys). The product
+# of batch and keys is fixed, except for the last pair.
 DECODING_HEADS = (16, 2)
 DECODING = tuple((max(1, 65536 // N), N) for N in (2**n for n in range(8, 18)))
 
@@ -44,7 +44,7 @@ def fa2_setting(
     Returns
     -------
     Problem
-        The problem, with 16384 / seqlen batch entries, at least one.
+        The problem. It has 16384 / seqlen batch entries, at least one.
 
     Examples
     --------
@@ -60,14 +60,14 @@ def fa2_setting(
 def fa2_problems(
     options: Options, dtypes: Iterable[str], seqlens: Sequence[int], quick: Sequence[int]
 ) -> list[Problem]:
-    """Return FA-2's benchmark problems that the user chose.
+    """Return the problems of FA-2's benchmark that match the user's choices.
 
     Parameters
     ----------
     options : Options
-        The user's choices. If the user chose no head dimensions, both head dimensions of the paper
-        are taken. If the user chose no mask, problems are with and without the causal mask. A quick
-        run has head dimension 64 and no mask, unless the user chose others.
+        The user's choices. If the user chose no head dimension, both head dimensions of the paper
+        are taken. If the user chose no mask, there are problems with and without the causal mask. A
+        quick run has head dimension 64 and no mask, unless the user chose others.
     dtypes : iterable of str
         Dtypes.
     seqlens : sequence of int
@@ -102,8 +102,8 @@ def padded_lengths(problem: Problem, most: int) -> list[int]:
     Returns
     -------
     list of int
-        One length per batch entry. The seed depends on the sequence length: problems of different
-        sequence lengths have different random numbers.
+        One length per batch entry. Problems with different sequence lengths get different random
+        numbers, because the seed depends on the sequence length.
     """
     N, rng = problem.seqlen_q, np.random.default_rng([SEED, problem.seqlen_q])
     return rng.integers(max(1, N - most), N + 1, problem.batch).tolist()
@@ -132,7 +132,7 @@ def one_head(seqlen: int, head_dim: int, causal: bool = False, dtype: str = "flo
 
 
 def held(x: np.ndarray, dtype: str) -> np.ndarray:
-    """Return a float32 array with numbers that a dtype represents exactly.
+    """Convert float32 numbers to numbers that a dtype represents exactly.
 
     Parameters
     ----------
@@ -157,8 +157,9 @@ class Inputs:
     """Random inputs of any problem: ``inputs(problem)`` returns q, k and v.
 
     The numbers are standard normal, from a fixed seed. The arrays are float32, with numbers that
-    the problem's dtype represents exactly. The numbers are drawn once per dtype, for the largest
-    problem so far. A smaller problem gets the first of these numbers.
+    the problem's dtype represents exactly. The numbers of a dtype are drawn once and kept. They are
+    drawn again only if a problem is larger than all earlier problems. A smaller problem gets the
+    first of the kept numbers.
 
     Parameters
     ----------

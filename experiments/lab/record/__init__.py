@@ -1,4 +1,4 @@
-"""Rows: what they are, how they are stored, where they are from, and which experiments exist."""
+"""Rows of data: their columns, their storage, their origin, and the list of experiments."""
 
 from .options import FIGURES, FILTERED, PUBLISHED, REPOSITORY, Bench, Options, Refused
 from .store import EMULATOR, MODEL, Row, Store, StoreError, nested, select, values, write_if_changed

@@ -1,8 +1,8 @@
-"""Digests of Python code that ignore its words.
+"""Digests of Python code that do not change when only words change.
 
-Words are docstrings, comments, annotations, the arguments of ``raise``, what a progress bar or
-``say`` shows, and local variables that only words use. A digest also does not depend on line breaks
-and on the names of local variables.
+Words are docstrings, comments, annotations, the arguments of ``raise``, the texts that a progress
+bar or ``say`` shows, and local variables that only words use. A digest also does not depend on line
+breaks and on the names of local variables.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from fa_numba.device.program_digest import digest_of, template
 from .options import REPOSITORY
 
 PACKAGE = "experiments"
-# Modules that no number comes from: they store rows and show them.
+# Modules that do not affect any number: they only store rows and show them.
 NO_PART = tuple(f"{PACKAGE}.{x}" for x in ("lab.record", "lab.show", "lab.run", "verdicts"))
 _BUILTINS = frozenset(dir(builtins))
-# Methods of `options.Bench` whose text arguments are shown beside a progress bar.
+# Methods of `options.Bench` whose text arguments are shown next to a progress bar.
 _SHOWN = ("track", "each", "counted")
-# Fields of statements that have statements, and what stands there for none.
+# Fields of statements that contain statements, and what replaces an empty list of statements.
 _BLOCKS: dict[str, list[ast.stmt]] = {"body": [ast.Pass()], "orelse": [], "finalbody": []}
-# Fields of nodes that have no nodes, or operators and contexts.
+# Fields of nodes that contain no nodes, or only operators and contexts.
 _WITHOUT_NODES = frozenset(
     ("arg", "asname", "attr", "ctx", "id", "name", "op", "ops", "type_comment")
 )
-# The fields of each kind of node that may have further nodes.
+# For each kind of node, the fields that may contain further nodes.
 _PARTS: dict[type, tuple[str, ...]] = {
     kind: tuple(name for name in kind._fields if name not in _WITHOUT_NODES)
     for kind in vars(ast).values()
     if isinstance(kind, type) and issubclass(kind, ast.AST)
 }
-# Methods of the emulator that raise: all but the first argument is words.
+# Methods of the emulator that raise errors: all arguments except the first are words.
 _FAULTS = ("fault", "fault_at")
-# What only makes text of values, so that it may be left out where nothing uses the text.
+# Functions and methods without side effects. If nothing uses their result, they may be left out.
 _PURE = frozenset(
     (
         *("str", "repr", "len", "map", "sorted", "set", "list", "tuple", "dict", "min", "max"),
@@ -53,7 +53,7 @@ _PURE = frozenset(
 
 
 def of_files(paths: Iterable[Path], root: Path) -> str:
-    """Return one digest of Python files and of their paths below `root`."""
+    """Return one digest of several Python files and of their paths below `root`, without words."""
     found = hashlib.sha256()
     for path in sorted(paths):
         stat = path.stat()
@@ -63,15 +63,16 @@ def of_files(paths: Iterable[Path], root: Path) -> str:
 
 
 def of_module(name: str) -> str:
-    """Return the digest of a module's file; an empty text without one."""
+    """Return the digest of the file of a module. It is an empty text if the module has no file."""
     path = path_of(name)
     return "" if path is None else of_files([path], path.parent)
 
 
 def path_of(module: str) -> Path | None:
-    """Return the file of a module of this repository, or of `experiments` elsewhere, or None.
+    """Return the path of a module's file; None if no file is found.
 
-    The module is not imported.
+    The file is searched in this repository. Modules of `experiments` are also searched in the
+    folder from which that package is imported. The module itself is not imported.
     """
     top, *rest = module.split(".")
     roots = [REPOSITORY / top]
@@ -90,7 +91,9 @@ def _of_file(path: Path, changed: int, size: int) -> str:
 
 
 def of_text(text: str) -> str:
-    """Return a program as text without words, from which a digest can be made."""
+    """Return a program, given as text, in a normal form without words. A digest is made from this
+    form.
+    """
     statements = _wordless(text)
     outside = _BUILTINS | {name for each in statements for name in _bound(each)}
     return "\n".join(_written(each, frozenset(outside)) for each in statements)
@@ -124,7 +127,7 @@ def _wordless(text: str) -> list[ast.stmt]:
 
 
 def _leave_out(node: ast.AST, unwanted: Callable[[ast.stmt], bool]) -> None:
-    """Remove the unwanted statements from the blocks of a node."""
+    """Remove the statements for which `unwanted` is true from the blocks of a node."""
     if "body" not in node._fields:
         return
     for name, empty in _BLOCKS.items():
@@ -151,15 +154,16 @@ def _is_text(node: ast.AST) -> bool:
 
 
 def _called(node: ast.Call) -> str:
-    """Return the name of the called function or method, without the object it belongs to."""
+    """Return the name of the called function or method, without the object before the dot."""
     return str(getattr(node.func, "attr", getattr(node.func, "id", "")))
 
 
 def _leave_out_unused(tree: ast.FunctionDef | ast.Module) -> None:
-    """Remove assignments to variables that nothing else uses, such as messages that were raised.
+    """Remove assignments to variables that nothing else uses.
 
-    In a function, all such assignments are removed. In a module, only assignments of sentences are,
-    and imports.
+    An example is a variable with a message that was only used by ``raise``. In a function, all such
+    assignments are removed if their values have no side effects. In a module, only assignments of
+    sentences and unused imports are removed.
     """
     in_module = isinstance(tree, ast.Module)
     nodes = list(_nodes(tree))
@@ -195,14 +199,14 @@ def _names_of(node: ast.Assign | ast.AugAssign) -> set[str]:
 
 
 def _loaded(nodes: Iterable[ast.AST]) -> Iterator[str]:
-    """Yield the names that are used in nodes."""
+    """Yield the names of the variables that the nodes read."""
     return (x.id for x in nodes if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Load))
 
 
 def _nodes(tree: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes of a tree, without operators and contexts such as `ast.Load`.
+    """Yield all nodes of a tree, except operators and contexts such as `ast.Load`.
 
-    A node comes before the nodes in it. This is several times as fast as `ast.walk`.
+    A node comes before the nodes that it contains. This is several times as fast as `ast.walk`.
     """
     left = [tree]
     while left:
@@ -217,7 +221,7 @@ def _nodes(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def _is_import_of_none(node: ast.stmt, used: set[str]) -> bool:
-    """Remove unused names from an import statement; return whether none is left."""
+    """Remove unused names from an import statement. Return whether no name is left."""
     if not isinstance(node, (ast.Import, ast.ImportFrom)):
         return False
     node.names = [x for x in node.names if _imported_as(x) in used]
@@ -230,9 +234,9 @@ def _is_sentence(value: ast.expr) -> bool:
 
 
 def _is_pure(value: ast.AST) -> bool:
-    """Return whether a value may be left out, as computing it does nothing else.
+    """Return whether computing a value has no side effect, so that it may be left out.
 
-    Parts of formatted text are not looked at.
+    Formatted text counts as pure, whatever it contains.
     """
     if isinstance(value, ast.JoinedStr):
         return True
@@ -244,9 +248,10 @@ def _is_pure(value: ast.AST) -> bool:
 
 
 def reached(module: str, name: str) -> dict[str, str]:
-    """Return the digests of all that a function reaches in `experiments`, by module.
+    """Return the digests of all code in `experiments` that a function uses, directly or indirectly.
 
-    It reaches functions, classes and constants of modules, but nothing in the modules in `NO_PART`.
+    The result maps the name of a module to a digest of the functions, classes and constants that
+    are used. Modules in `NO_PART` are left out.
     """
     texts: dict[str, dict[int, str]] = {}
     left, seen = [(module, name)], set()
@@ -281,7 +286,7 @@ def _module(name: str) -> _Module:
 
 
 def _global_names(bare: ast.stmt) -> set[str]:
-    """Return the names that a statement of a module reads from the module, not its local names."""
+    """Return the global names that a statement of a module reads. Local names are left out."""
     top = symtable.symtable(ast.unparse(bare), "statement", "exec")
     found = {symbol.get_name() for symbol in top.get_symbols() if symbol.is_referenced()}
     tables = top.get_children()
@@ -293,7 +298,7 @@ def _global_names(bare: ast.stmt) -> set[str]:
 
 
 class _Module:
-    """The statements of a module's file by the names that they bind."""
+    """The statements of a module's file without words, found by the names that they bind."""
 
     def __init__(self, name: str, path: Path) -> None:
         self.package = name if path.name == "__init__.py" else name.rpartition(".")[0]
@@ -326,17 +331,17 @@ class _Module:
         return {alias.asname or alias.name: (source, alias.name) for alias in node.names}
 
     def about(self, name: str) -> set[int]:
-        """Return the statements that bind a name, and the statements that may change its value."""
+        """Return the numbers of the statements that bind a name or that may change its value."""
         return {*self.names.get(name, ()), *(n for n, names in self._loose if name in names)}
 
     def text(self, n: int) -> str:
-        """Return statement number n as text."""
+        """Return the normal form of statement number n, as text."""
         if n not in self._texts:
             self._texts[n] = _written(self.statements[n], self._outside, self.imports)
         return self._texts[n]
 
     def references(self, n: int) -> list[tuple[str, str]]:
-        """Return (module, name) in `experiments` of all that statement number n uses."""
+        """Return (module, name) of everything in `experiments` that statement number n uses."""
         if n not in self._references:
             self._references[n] = self._taken(self.statements[n])
         return self._references[n]
@@ -358,14 +363,18 @@ class _Module:
                 found.append((self.name, name))
             elif name in imports:
                 module, inner = self._inside(*imports[name])
-                if inner == "*":  # a module, of which attributes are taken
+                if inner == "*":  # a module, whose attributes are used
                     found += [(module, attr) for of, attr in attributes if of == name]
                 else:
                     found.append((module, inner))
         return [each for each in found if each[0].partition(".")[0] == PACKAGE]
 
     def _inside(self, module: str, name: str) -> tuple[str, str]:
-        """Return what is imported: (module, "*"), or (the module that defines a name, the name)."""
+        """Return what an import of `name` from `module` refers to.
+
+        The result is (module, "*") for a module, and (module, name) for a name that this module
+        defines.
+        """
         if module.partition(".")[0] != PACKAGE or not name:
             return module, name or "*"
         if path_of(f"{module}.{name}") is not None:
@@ -382,7 +391,11 @@ def _written(
     outside: frozenset[str],
     imports: Mapping[str, tuple[str, str]] | None = None,
 ) -> str:
-    """Return a statement as text, with the names that it uses from outside."""
+    """Return the normal form of a statement, with the names of other statements that it uses.
+
+    `outside` contains the names that are not local to the statement. `imports` maps an imported
+    name to its module and its name there.
+    """
     made = template(statement, outside)
     names = []
     for first, *rest in (each.names for each in made.references):
@@ -393,10 +406,11 @@ def _written(
 
 
 def _changed(statement: ast.stmt) -> Iterator[str]:
-    """Yield the names whose values a statement may change.
+    """Yield the names of the variables whose values a statement may change.
 
-    A statement may change what it iterates over, what it assigns parts of, objects whose methods it
-    calls, and arguments that it passes to functions.
+    A statement may change an object over which it iterates, an object of which it assigns an
+    element or attribute, an object whose method it calls, and an argument that it passes to a
+    function.
     """
     for node in ast.walk(statement):
         changed: list[ast.AST] = []
