@@ -91,9 +91,7 @@ def _of_file(path: Path, changed: int, size: int) -> str:
 
 
 def of_text(text: str) -> str:
-    """Return a program, given as text, in a normal form without words. A digest is made from this
-    form.
-    """
+    """Return the normal form of a program, as text without words, for making a digest."""
     statements = _wordless(text)
     outside = _BUILTINS | {name for each in statements for name in _bound(each)}
     return "\n".join(_written(each, frozenset(outside)) for each in statements)
@@ -137,7 +135,10 @@ def _leave_out(node: ast.AST, unwanted: Callable[[ast.stmt], bool]) -> None:
 
 
 def _is_words(statement: ast.stmt) -> bool:
-    """Return whether a statement is a docstring or prints something."""
+    """Return whether a statement is a docstring, or calls `say` or a function `check_...`.
+
+    Such statements do not change numbers.
+    """
     if not isinstance(statement, ast.Expr):
         return False
     value = statement.value
@@ -190,7 +191,10 @@ def _leave_out_unused(tree: ast.FunctionDef | ast.Module) -> None:
 
 
 def _names_of(node: ast.Assign | ast.AugAssign) -> set[str]:
-    """Return the variables that are assigned; none if something else is assigned too."""
+    """Return the variables that a statement assigns; none if it assigns other things too.
+
+    Other things are elements and attributes of objects.
+    """
     given = node.targets if isinstance(node, ast.Assign) else [node.target]
     targets = [x for each in given for x in ast.walk(each)]
     if not all(isinstance(x, (ast.Name, ast.Tuple, ast.expr_context)) for x in targets):

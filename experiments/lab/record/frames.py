@@ -1,4 +1,4 @@
-"""Recorded numbers as a table: a pandas DataFrame, or a dictionary of columns."""
+"""Makes a table of recorded numbers: a pandas DataFrame, or a dictionary of columns."""
 
 from __future__ import annotations
 
@@ -48,7 +48,10 @@ def load(experiment: str, machine: str | None = None, *, frame: bool | None = No
 
 
 def _columns(experiment: str, rows: Sequence[Row]) -> dict[str, np.ndarray]:
-    """Return the columns of the rows, each as an array."""
+    """Return the columns of the rows, as a dictionary {name: array}.
+
+    In addition to the columns of the CSV files there are the columns "machine" and "sweep".
+    """
     known = experiment in registry.names()
     sweep_of = registry.sweeps(registry.load(experiment)) if known else None
     columns: dict[str, np.ndarray] = {

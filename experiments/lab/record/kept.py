@@ -1,8 +1,10 @@
-"""Counts of the emulator that need not be repeated, as they would be the same on every machine.
+"""Reuse of counts that the emulator made in an earlier run.
 
-The JSON file of the emulator's rows says what the rows were counted with (`ran`), and has a digest
-of the rows. A complete run takes the stored rows on two conditions: it would launch the same
-kernels by the same code, and the rows are as they were counted.
+The emulator counts the same numbers on every machine. Therefore counting is repeated only if
+something changed. The JSON file of the emulator's rows contains digests of the code and kernels
+with which the rows were counted (see `ran`), and a digest of the rows. A complete run takes the
+stored rows on two conditions: the run would launch the same kernels with the same code, and the
+stored rows have the stored digest.
 """
 
 import hashlib
@@ -14,14 +16,15 @@ from typing import Any
 from . import ran
 from .store import EMULATOR, Row, Store, dump, write_if_changed
 
-# What the JSON calls the digests, and the commit that the rows were counted at.
+# Entry of the JSON file: digests, and the commit at which the rows were counted.
 ENTRY = "counted"
 
 
 def sources() -> str:
-    """Return the digest of all files of programs and choices, byte by byte.
+    """Return a digest of all .py and .csv files of the packages `fa_numba` and `experiments`.
 
-    A run continues an interrupted run only if all these files are equal.
+    The digest is of the bytes of the files. A run continues an interrupted run only if the digests
+    are equal.
     """
     found = hashlib.sha256()
     for folder in (ran.PACKAGE, ran.PACKAGE.parent / "experiments"):
@@ -31,12 +34,15 @@ def sources() -> str:
 
 
 def digest(rows: Sequence[Row]) -> str:
-    """Return the digest of rows, without the ids of their runs."""
+    """Return a digest of rows. The ids of the rows' runs do not change the digest."""
     return hashlib.sha256(dump(rows, runs=False).encode()).hexdigest()[:16]
 
 
 def stored(store: Store, experiment: str) -> list[Row] | None:
-    """Return the emulator's stored rows; None if a run could give others. Raises StoreError."""
+    """Return the emulator's stored rows if a run would count the same rows again, otherwise None.
+
+    Raise StoreError if a file is damaged.
+    """
     rows = store.read(experiment, EMULATOR)
     entry = store.provenance(experiment, EMULATOR).get(ENTRY)
     if not rows or not isinstance(entry, dict) or entry.get("rows") != digest(rows):
@@ -47,7 +53,11 @@ def stored(store: Store, experiment: str) -> list[Row] | None:
 
 
 def keep(store: Store, experiment: str, about: Mapping[str, Any], made: ran.Ran) -> None:
-    """Write that all stored rows were counted with `made`, by the run that `about` describes."""
+    """Store that all stored rows were counted with the code and kernels `made`.
+
+    `about` describes the run that counted the rows: commit, date and whether there were uncommitted
+    changes. Nothing is written if the JSON file already says that the rows are current.
+    """
     if stored(store, experiment) is None:
         run = {name: about.get(name) for name in ("commit", "date", "dirty")}
         run |= {"ran": made, "rows": digest(store.read(experiment, EMULATOR))}

@@ -1,4 +1,8 @@
-"""What the user asked for and where a run takes place: the two arguments of every `measure`."""
+"""The two arguments of every `measure`: the user's options, and the bench.
+
+`Options` contains the choices of the command line. `Bench` describes the GPU, and contains the
+functions that show progress.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +18,10 @@ if TYPE_CHECKING:
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 FIGURES = REPOSITORY / "figures"
-# Where runs and figures of fewer or other sizes go, so that FIGURES has complete ones alone.
+# Folders for runs and figures of fewer or other sizes. FIGURES contains only complete ones.
 QUICK, FILTERED = FIGURES / "quick", FIGURES / "filtered"
 
-# Fields of `Options` by which a part of an experiment is asked for.
+# Fields of `Options` with which a user chooses a part of an experiment.
 CHOICES = ("seqlens", "head_dims", "causal", "tiles")
 
 T = TypeVar("T")
@@ -29,24 +33,24 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Options:
-    """What the user chose on the command line.
+    """The user's choices on the command line.
 
     Parameters
     ----------
     quick : bool, default False
         Whether to measure a few small sizes only, in seconds.
     seqlens : tuple of int, optional
-        Sequence lengths. None: the experiment's own.
+        Sequence lengths. None: the lengths that the experiment defines.
     head_dims : tuple of int, optional
-        Head dimensions. None: the experiment's own.
+        Head dimensions. None: the head dimensions that the experiment defines.
     causal : tuple of bool, optional
-        With and without the causal mask. None: the experiment's own.
+        Masks: True is causal, False is no mask. None: the masks that the experiment defines.
     tiles : tuple of (int, int), optional
-        Block sizes (Br, Bc). None: the experiment's own.
+        Tile sizes (Br, Bc). None: the tile sizes that the experiment defines.
     out : Path, default FIGURES
-        Folder of the figures. Data go to its folder "data".
+        Folder to which figures are written. Data are written to the folder "data" inside.
     recount : bool, default False
-        Whether to count on the emulator even if stored counts are from the same code.
+        Whether to count on the emulator even if stored counts are still valid.
     replace : bool, default False
         Whether to replace a recording even if it has numbers that this machine cannot measure.
         These numbers are then lost.
@@ -114,8 +118,8 @@ class Options:
         Returns
         -------
         bool
-            Whether every choice of the user matches; always True for published rows. It is enough
-            that one of `seqlen_q` and `seqlen_k` is among the chosen lengths.
+            Whether every choice of the user matches. Always True for published rows. For the
+            sequence lengths it is enough that `seqlen_q` or `seqlen_k` is among the chosen lengths.
 
         Examples
         --------
@@ -134,12 +138,12 @@ class Options:
 
 @dataclass
 class Bench:
-    """What an experiment needs to know and to call while it measures.
+    """Facts about this machine, and the functions that an experiment calls while it measures.
 
     Parameters
     ----------
     machine : str, optional
-        Name of the present GPU as a file name, such as "nvidia-h200". None without a GPU.
+        Name of this machine's GPU as a file name, such as "nvidia-h200". None without a GPU.
     describe : dict, optional
         Result of `fa_numba.device.describe`: name, limits and driver of the GPU.
     progress : callable, optional
@@ -147,9 +151,9 @@ class Bench:
     say : callable, default print
         Prints a line for the user.
     kept : sequence of Row, default ()
-        Stored counts from the same code and kernels, to be used instead of counting again.
+        Stored counts that are still valid. They are used instead of counting again.
     recorder : Recorder, optional
-        Stores the rows, and skips items that an interrupted run has measured already.
+        Stores rows, and knows the items that an interrupted run has already measured.
     """
 
     machine: Any = None
@@ -177,9 +181,9 @@ class Bench:
         yield from self.progress(items, label) if self.progress and items else items
 
     def each(self, items: Sequence[T], label: str) -> Iterator[T]:
-        """Yield the items while showing progress, without items that an interrupted run finished.
+        """Yield the items while showing progress. Skip items that an interrupted run has finished.
 
-        All rows of an item must be yielded inside the loop's body.
+        The body of the loop must yield all rows of an item before it takes the next item.
 
         Parameters
         ----------
@@ -192,7 +196,7 @@ class Bench:
         Yields
         ------
         item
-            Each item that is left.
+            Each item that is not finished.
         """
         if self.recorder is None:
             yield from self.track(items, label)

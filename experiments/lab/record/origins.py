@@ -1,4 +1,4 @@
-"""Finds recordings whose commit is not in this history, or whose working tree may have differed."""
+"""Finds recordings whose commit is unknown, or whose code may have differed from their commit."""
 
 import subprocess
 from collections.abc import Collection, Iterator
@@ -27,7 +27,7 @@ def history() -> set[str]:
 
 
 def unknown(store: Store, known: Collection[str]) -> Iterator[tuple[str, bool]]:
-    """Find recordings whose origin is not known.
+    """Yield the runs of recordings whose origin is not completely known.
 
     Parameters
     ----------
@@ -39,9 +39,10 @@ def unknown(store: Store, known: Collection[str]) -> Iterator[tuple[str, bool]]:
     Yields
     ------
     what : str
-        The recording, and what is not known of it.
+        Text that names the recording and the commit, and says what is not known.
     lost : bool
-        Whether its commit is none of the known commits.
+        True if the run's commit is not among the known commits. False if the commit is known, but
+        uncommitted changes may have existed.
     """
     for name in (*registry.names(), "tune"):
         for machine in store.machines(name):

@@ -1,4 +1,4 @@
-"""Which recordings a run would repeat today, as far as code and kernels can tell."""
+"""Finds recordings that a run today might not reproduce, by digests of code and kernels."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,16 +13,16 @@ OTHER_ROWS = "the rows are not those that were counted"
 
 @dataclass(frozen=True)
 class State:
-    """The state of a recording.
+    """Whether a recording still belongs to today's code and kernels.
 
     Parameters
     ----------
     experiment, machine : str
-        The recording.
+        Names of the experiment and of the machine of the recording.
     state : str
-        "current", "outdated" or "unknown".
+        "current" (code and kernels are unchanged), "outdated" (something changed) or "unknown".
     why : tuple of str, default ()
-        Which kernels and code changed, or why the state is not known.
+        The kernels and the code that changed, or the reason why the state is not known.
     """
 
     experiment: str
@@ -36,7 +36,7 @@ class State:
 
 
 def state(store: Store, experiment: str, machine: str) -> State:
-    """Return the state of one recording; no GPU is needed. Raises StoreError."""
+    """Return the state of one recording. No GPU is needed. A damaged file raises StoreError."""
     where = experiment, machine
     if machine == EMULATOR:
         entry = store.provenance(*where).get(kept.ENTRY)
@@ -57,7 +57,10 @@ def state(store: Store, experiment: str, machine: str) -> State:
 
 
 def states(store: Store) -> Iterator[State]:
-    """Yield the state of every recording, except closed forms, which each run computes again."""
+    """Yield the state of every recording, except those of closed forms.
+
+    Every run computes closed forms again.
+    """
     for name in (*registry.names(), "tune"):
         for machine in store.machines(name):
             if machine != MODEL:

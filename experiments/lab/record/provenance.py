@@ -1,4 +1,7 @@
-"""Where numbers are from: commit, machine, date and counters of stored runs, as text."""
+"""Describes the origin of stored numbers as text: machine, date, commit, clocks and counters.
+
+The functions take descriptions of runs, as a recording's JSON file lists them.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -7,15 +10,15 @@ from .store import EMULATOR, MODEL, Row
 
 
 def of_rows(runs: Sequence[Mapping[str, Any]], rows: Iterable[Row]) -> list[Mapping[str, Any]]:
-    """Return the runs that the rows are from."""
+    """Return the runs that produced at least one of the rows."""
     named = {row.run for row in rows}
     return [run for run in runs if run.get("id", "") in named]
 
 
 def when(runs: Sequence[Mapping[str, Any]]) -> str:
-    """Return the date and the commits of runs as text.
+    """Return the dates and the commits of runs as text.
 
-    A "+" means that code differed from the commit.
+    A "+" after a commit means that the code had uncommitted changes.
     """
     commits = list(dict.fromkeys(map(_commit, runs))) or [_commit({})]
     dates = sorted({run.get("date") or "undated" for run in runs}) or ["undated"]
@@ -31,12 +34,12 @@ def _commit(run: Mapping[str, Any]) -> str:
 
 
 def device_name(runs: Sequence[Mapping[str, Any]], otherwise: str) -> str:
-    """Return the name of the runs' device, or `otherwise` if there is none."""
+    """Return the name of the runs' GPU, or `otherwise` if no run names a GPU."""
     return next((run["device"]["name"] for run in runs if run.get("device")), otherwise)
 
 
 def clocks(run: Mapping[str, Any]) -> str:
-    """Return sentences on the GPU's clock during a run, without the last full stop."""
+    """Return sentences about the GPU's clock during a run, without the last full stop."""
     found = run.get("clocks")
     if not found:
         return "The GPU's clocks were not sampled"
@@ -56,7 +59,10 @@ def clocks(run: Mapping[str, Any]) -> str:
 
 
 def l2_counter(runs: Sequence[Mapping[str, Any]], rows: Iterable[Row]) -> str:
-    """Return which hardware counter gave the rows' L2 bytes; empty if no row has L2 bytes."""
+    """Return a text that names the hardware counter of the rows' L2 bytes.
+
+    The text is empty if no row contains L2 bytes.
+    """
     names = l2_names(runs, rows)
     return f"L2 is {' and '.join(sorted(names))}" if names else ""
 
@@ -68,9 +74,10 @@ def l2_names(runs: Sequence[Mapping[str, Any]], rows: Iterable[Row]) -> set[str]
 
 
 def footnote(recorded: Mapping[str, Sequence[Mapping[str, Any]]], rows: Sequence[Row]) -> str:
-    """Return machine, date and commit of a figure's rows as text, GPUs first.
+    """Return the footnote of a figure: machine, date and commit of its rows, GPUs first.
 
-    It also says which counter gave L2 bytes. `recorded` has the runs of each machine.
+    If rows contain L2 bytes, the footnote also names the hardware counter. `recorded` maps a
+    machine to its runs.
     """
     gpus, others, l2 = [], [], []
     for machine in sorted({row.machine for row in rows}):

@@ -1,4 +1,4 @@
-"""Numbers that the papers publish, from figures/data/published.csv."""
+"""Numbers that papers and web pages state, read from the file figures/data/published.csv."""
 
 import csv
 from collections.abc import Mapping
@@ -18,22 +18,24 @@ def _lines() -> tuple[dict[str, str], ...]:
 
 
 def lookup(**wanted: str) -> list[dict[str, str]]:
-    """Return the lines of the table whose columns have exactly these texts.
+    """Return the lines of published.csv that have the given texts in the given columns.
 
     Parameters
     ----------
     **wanted : str
-        Columns and their text, such as ``paper="fa2", item="Fig. 5"``. None: all lines.
+        Column names and their texts, such as ``paper="fa2", item="Fig. 5"``. Without arguments, all
+        lines are returned.
 
     Returns
     -------
     list of dict of str to str
-        One dictionary per line: text by column.
+        One dictionary {column: text} per line. The list is empty if the paper and the item exist,
+        but no line matches the other columns.
 
     Raises
     ------
     StoreError
-        If no line has this paper and item, or the file cannot be read.
+        If no line has this paper and item, the table is empty, or the file cannot be read.
     """
     found = [line for line in _lines() if all(line[name] == w for name, w in wanted.items())]
     of = {name: wanted[name] for name in ("paper", "item") if name in wanted}
@@ -52,17 +54,17 @@ def lookup(**wanted: str) -> list[dict[str, str]]:
 
 
 def _said(wanted: Mapping[Any, str]) -> str:
-    """Return columns and their text as words: "paper='fa2', item='Fig. 5'"."""
+    """Return columns and their texts as words, such as "paper='fa2', item='Fig. 5'"."""
     return ", ".join(f"{name}={text!r}" for name, text in wanted.items())
 
 
 def value(**wanted: str) -> float:
-    """Return the number of the only line whose columns have exactly these texts.
+    """Return the number of the only line that has the given texts in the given columns.
 
     Parameters
     ----------
     **wanted : str
-        Columns and their text, as for `lookup`.
+        Column names and their texts, as for `lookup`.
 
     Returns
     -------
@@ -72,7 +74,7 @@ def value(**wanted: str) -> float:
     Raises
     ------
     StoreError
-        If there is no such line, or more than one.
+        If there is no such line, or there is more than one.
     """
     found = lookup(**wanted)
     if len(found) != 1:

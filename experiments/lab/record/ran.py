@@ -1,15 +1,16 @@
-"""What a run was made with: the experiment's code and the kernels that it launched.
+"""Records the code and the kernels with which a run was made, as digests.
 
-A run stores this with its rows, as digests that ignore words. It is then known without a run
-whether a run would give the same today. The entries are
+A run stores these digests with its rows. Later, `changed` compares them with the digests of today's
+code, and so finds out without a run whether a run would give the same rows. The digests ignore
+words (see `code_digest`). The entries are
 
-`experiment`  digest of the code that `measure` reaches, by module of `experiments`
-`plans`       each request for a plan, as text from which it can be planned again, and what the plan
-              launched: digests of every kernel, and of grids, arguments and workspace
-`kernels`     name and digest of kernels that no such request launched
+`experiment`  digest of the code that `measure` uses, by module of `experiments`
+`plans`       maps a request, as text, to what its plan launched: digests of every kernel, and of
+              grids, arguments and workspace. The plan can be made again from the text.
+`kernels`     name and digest of the kernels that no such plan launched
 `modules`     digests of the modules with the code of `kernels`
-`calls`       digest of fa_numba's files that turn a call into launches. Runs on a GPU have it if
-              they have `kernels`, whose launches no request describes.
+`calls`       digest of fa_numba's files that turn a call into launches. Runs on a GPU have this
+              entry if they have `kernels`, because no request describes the launches of `kernels`.
 `emulator`    digest of the emulator's files; only for counts
 """
 
@@ -34,15 +35,15 @@ from .options import REPOSITORY
 from .store import EMULATOR
 
 PACKAGE = REPOSITORY / "fa_numba"
-# From a call to its launches. What a plan decides is not among them: it is compared.
+# Files that turn a call into launches. Files that make plans are missing: plans are compared.
 CALLS = ("ops.py", "host/calls.py", "host/execution.py", "device/launching.py")
 # Modules that write the code of a caller's function.
 _WRITERS = (
     "allowed", "captures", "chain", "gradients", "growth", "kinds", "needed", "positions",
     "reading", "sharing", "slopes", "source", "writing",
 )  # fmt: skip
-# What makes launches that no request describes, by the module of their kernels; and what writes the
-# code of a caller's function.
+# Module of kernels -> modules that launch them without a request. For `fa_numba.mods`: the modules
+# that write the code of a caller's function.
 _MAKERS = {
     "fa_numba.kernels.simt.append": ("fa_numba.host.append", "fa_numba.host.prefix"),
     "fa_numba.kernels.merge_parts": ("fa_numba.host.merging", "fa_numba.host.prefix"),
@@ -50,9 +51,9 @@ _MAKERS = {
     "fa_numba.mods": tuple(f"fa_numba.mods.{name}" for name in _WRITERS),
 }
 EMULATION = ("emulator/*.py",)
-# Files of these that only say what went wrong.
+# Files that contain only error messages. They are left out of digests.
 _WORDS = ("emulator/errors.py",)
-# Recordings of no module of `experiments`: what measures them.
+# Recordings that do not belong to a module of `experiments` -> (module, function) that measures.
 _OTHERS = {"tune": ("experiments.lab.measure.variants", "times")}
 _CLASSES = {each.__name__: each for each in (Request, Choices, Problem, Tiles)}
 
@@ -61,14 +62,17 @@ Ran = dict[str, Any]
 
 @dataclass
 class Collected:
-    """What a run has launched so far, in this process and in other processes."""
+    """The launches of a run so far, in this process and in other processes.
+
+    `launched` contains the launches of this process, and `told` the launches of other processes.
+    """
 
     launched: device.Launched
     files: Ran  # `calls` and `emulator`, as they were before the run
     told: dict[str, list[Ran]] = field(default_factory=dict)
 
     def of(self, machine: str) -> Ran:
-        """Return the launches made on a machine."""
+        """Return the digests of the launches on the emulator, or on the GPU for any other name."""
         where = "emulator" if machine == EMULATOR else "gpu"
         mine = _launches(self.launched.kernels[where], self.launched.origins[where], machine)
         if machine == EMULATOR:
@@ -83,7 +87,7 @@ _open: list[Collected] = []
 
 @contextlib.contextmanager
 def collecting() -> Iterator[Collected]:
-    """Collect the launches made inside the context, and the launches given to `tell`."""
+    """Collect the launches that are made inside the context, and the launches passed to `tell`."""
     with device.launched_kernels() as launched:
         collected = Collected(launched, {"calls": _of(CALLS), "emulator": _of(EMULATION)})
         _open.append(collected)
@@ -94,7 +98,7 @@ def collecting() -> Iterator[Collected]:
 
 
 def tell(launches: Ran) -> None:
-    """Add the launches that another process has made on the GPU for this process.
+    """Add launches that another process has made on the GPU to all open collections.
 
     `launches` is the result of `Collected.of` in the other process.
     """
@@ -103,7 +107,7 @@ def tell(launches: Ran) -> None:
 
 
 def merged(found: Sequence[Ran]) -> Ran:
-    """Return the launches of several processes together."""
+    """Merge the digests of the launches of several processes into one dictionary."""
     whole: Ran = {}
     for each in found:
         for name, value in each.items():
@@ -136,7 +140,7 @@ def _launches(kernels: Mapping[Any, None], origins: Mapping[Any, None], machine:
 
 
 def code_of(experiment: str) -> dict[str, str]:
-    """Return the digests of the code that measures an experiment, by module."""
+    """Return digests of the code that measures an experiment, as a dictionary {module: digest}."""
     module, name = _OTHERS.get(experiment, (f"experiments.{experiment}", "measure"))
     return code_digest.reached(module, name)
 
@@ -151,10 +155,10 @@ def _of(patterns: Sequence[str]) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def encoded(request: Any) -> str:
-    """Return a request as text, with the fields that differ from their defaults.
+    """Return a request as text, such as "Request(unit='mma')", without fields of default value.
 
-    The text is empty if the request cannot be made from text, such as one with the caller's
-    functions.
+    The text is empty if `decoded` cannot make the request from the text again, for example because
+    the request contains a caller's functions.
     """
     try:
         text = _text(request)
@@ -175,9 +179,10 @@ def _text(value: Any) -> str:
 
 
 def decoded(text: str) -> Any:
-    """Return the request that a text stands for.
+    """Return the request from which `encoded` has made a text.
 
-    Raises ValueError for another text, and what the request's classes raise for wrong values.
+    Raise ValueError if the text has another form. Wrong values raise the errors of the request's
+    classes.
     """
     try:
         return _value(ast.parse(text, mode="eval").body)
@@ -206,7 +211,11 @@ def _value(node: ast.expr) -> Any:
 
 
 def _line(plan: Plan, emulated: bool) -> str:
-    """Return what a plan launches as one line: digests of its kernels, and of everything else."""
+    """Return one line that identifies the launches of a plan.
+
+    It contains the name and the digest of each kernel, and one digest of grids, arguments, arrays
+    and numbers of splits.
+    """
     programs = [(each.name, program_of(each, emulated=emulated)) for each in plan.launched]
     kernels = dict.fromkeys(f"{name} {of.digest}" for name, of in programs)
     given = [x.arguments.items() if emulated else x.arguments.values() for x in plan.launches]
@@ -220,10 +229,10 @@ def _line(plan: Plan, emulated: bool) -> str:
 
 
 def changed(ran: Any, experiment: str, machine: str) -> list[str] | None:
-    """Return the names of code and kernels that have changed since a run.
+    """Return the names of the code and kernels that have changed since a run.
 
-    The list is empty if a run today would give the same rows. The result is None if the run does
-    not say with which code and kernels it was made.
+    `ran` contains the digests that the run stored. The list is empty if a run today would use the
+    same code and kernels. The result is None if the run stored no digests.
     """
     if not isinstance(ran, dict) or not isinstance(ran.get("experiment"), dict):
         return None

@@ -1,8 +1,8 @@
-"""Stores the rows of a run: first in a file of their own, then in the recording.
+"""Stores the rows of a run: first in a separate file, and at the end in the recording.
 
-The first file is `<root>/partial/<experiment>.json`. It is written after each item of a loop
-(`options.Bench.each`). If the run is interrupted, the next run of the same commit, files and
-versions takes over these rows.
+The separate file is `<root>/partial/<experiment>.json`. It is written after each item of a loop
+over `options.Bench.each`. If the run is interrupted, the next run takes over these rows if it has
+the same commit, files and versions.
 """
 
 import json
@@ -24,7 +24,7 @@ from .store import (
     write_if_changed,
 )
 
-# What two runs of the same thing differ in.
+# Values that differ even between two equal runs.
 _OWN = ("id", "date", "clocks", "seconds")
 
 T = TypeVar("T")
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 @dataclass
 class Outcome:
-    """What one run did to a machine's file.
+    """The result of storing the rows of one run in one machine's file.
 
     Parameters
     ----------
@@ -41,7 +41,7 @@ class Outcome:
     changed : bool, default False
         Whether the file changed.
     made : list of dict
-        What the rows were made with, one entry for each run that they are from.
+        Digests of the code and kernels of the rows, with one entry for each run that produced them.
     """
 
     measured: int = 0
@@ -55,11 +55,11 @@ class Outcome:
 
 
 class Recorder:
-    """Takes the rows of one run, and the rows of an interrupted run with the same options.
+    """Collects the rows of one run, and takes over the rows of an equal interrupted run.
 
-    `finish` puts them into the recording. They replace the rows of older runs with the same series,
-    source and problem. If the run is complete, they replace all stored rows. Numbers that no
-    measurement can give, such as NaN, are stored as failures.
+    `finish` puts the rows into the recording. They replace the stored rows with the same setting
+    (series, source, pass and problem). The rows of a complete run replace all stored rows. A row
+    with an impossible number, such as NaN, is stored as a failed measurement.
 
     Parameters
     ----------
@@ -68,12 +68,13 @@ class Recorder:
     experiment : str
         Name of the experiment.
     provenance : callable
-        Takes a machine and describes the run, with an "id". It is called whenever rows are written.
+        Takes a machine and returns the description of the run, with an "id". It is called whenever
+        rows are added or written.
     of : mapping, optional
-        Values that identify the run. Rows are taken over from an interrupted run if it has the same
-        values.
+        Values that identify the run. Rows of an interrupted run are taken over only if its values
+        are equal.
     made_with : callable, optional
-        Takes a machine and returns what its rows were made with so far.
+        Takes a machine and returns digests of the code and kernels used so far.
     """
 
     def __init__(
@@ -88,7 +89,8 @@ class Recorder:
         with naming(self._path):
             before = json.loads(self._path.read_text("utf-8")) if self._path.exists() else {}
         before = before if before.get("of") == self._of else {}
-        # All by machine, key and place; those of items that are done; those of the one at work.
+        # _rows: all rows by machine, key and place. _whole: the rows of finished items, as
+        # dictionaries. _at_work: the rows of the item that is being measured.
         self._rows: dict[tuple[Any, ...], Row] = {}
         self._whole: list[dict[str, Any]] = before.get("rows", [])
         self._at_work: list[Row] = []
@@ -99,20 +101,24 @@ class Recorder:
             self._take(Row(**row))
 
     def add(self, *rows: Row) -> None:
-        """Take rows of the item that the loop is at."""
+        """Add rows of the item that is being measured."""
         run = {m: str(self._provenance(m).get("id", "")) for m in {row.machine for row in rows}}
         for row in rows:
             self._at_work.append(self._take(replace(row, run=run[row.machine])))
 
     def left(self, items: Sequence[T], label: str) -> list[tuple[str, T]]:
-        """Return name and item of the items that the interrupted run has not finished."""
+        """Return the items that the interrupted run has not finished, as pairs (name, item).
+
+        `label` names the loop over the items. The name of an item contains the label and the number
+        of the item.
+        """
         self._loops[label] += 1
         loop = f"{label} {self._loops[label]}"
         named = ((f"{loop}: {at} of {len(items)}", item) for at, item in enumerate(items))
         return [(name, item) for name, item in named if name not in self._done]
 
     def each(self, items: Iterable[tuple[str, T]]) -> Iterator[T]:
-        """Yield the items of `left`. Rows that are added meanwhile belong to the item."""
+        """Yield the items of `left`. Rows added before the next item belong to the current item."""
         for name, item in items:
             self._at_work = []
             yield item
@@ -121,14 +127,17 @@ class Recorder:
             self.keep()
 
     def keep(self) -> None:
-        """Write the rows of the finished items, so that another run can go on with them."""
+        """Write the rows of the finished items, so that a later run can continue."""
         self._describe()
         found = {"of": self._of, "done": self._done, "runs": self._runs, "rows": self._whole}
         text = json.dumps(found, default=lambda number: number.item())
         write_if_changed(self._path, f"{text}\n")
 
     def finish(self, *, complete: bool) -> dict[str, Outcome]:
-        """Put the rows into the recording; return each machine's outcome."""
+        """Put the rows into the recording. Return the outcome for each machine.
+
+        `complete` says whether the run measured the complete experiment.
+        """
         self._describe()
         outcomes = {}
         for machine in self._runs:
@@ -144,7 +153,11 @@ class Recorder:
         return outcomes
 
     def _write(self, machine: str, stored: Sequence[Row], rows: Sequence[Row]) -> bool:
-        """Write both files, unless the recording has the same numbers, made with the same code."""
+        """Write the CSV and the JSON file of a machine. Return whether anything was written.
+
+        Nothing is written if the stored rows have the same numbers and were made with the same
+        code.
+        """
         described = self.store.path(self.experiment, machine, ".json")
         earlier = self.store.runs(self.experiment, machine)
         made = self._made_with(machine)
@@ -155,7 +168,7 @@ class Recorder:
         known = {run.get("id", ""): run for run in reversed(earlier)} | self._runs[machine]
         named = {row.run for row in rows}
         last_first = [run for name, run in reversed(known.items()) if name in named]
-        if machine == EMULATOR:  # `kept.keep` says it of all rows together
+        if machine == EMULATOR:  # `kept.keep` stores this for all rows together
             last_first = [{n: x for n, x in run.items() if n != "ran"} for run in last_first]
         about = {"machine": machine, "runs": last_first}
         text = json.dumps(about, indent=2, sort_keys=True) + "\n"
@@ -163,13 +176,14 @@ class Recorder:
         return True
 
     def _describe(self) -> None:
-        """Update the description of this run, for each machine that it has rows of."""
+        """Update the description of this run, for each machine that has rows."""
         for machine in dict.fromkeys(row.machine for row in self._rows.values()):
             made = self._made_with(machine)
             run = {**self._provenance(machine), **({"ran": made} if made else {})}
             self._runs.setdefault(machine, {})[run.get("id", "")] = run
 
     def _take(self, row: Row) -> Row:
+        """Store a row, and return it. If its numbers are impossible, the row becomes a failure."""
         if why := impossible(row):
             note = "; ".join(part for part in (row.place, f"failed: {why}") if part)
             row = replace(row, value=None, p20=None, p80=None, note=note)

@@ -1,4 +1,4 @@
-"""The list of experiments, and what a module must have to be one."""
+"""The list of experiments, and the functions and constants that a module of an experiment has."""
 
 import importlib
 import pkgutil
@@ -12,7 +12,7 @@ from .store import Row
 
 
 class Experiment(Protocol):
-    """What a module of `experiments` must have. The command line finds it by its file alone.
+    """What a module of `experiments` must contain. The command line finds the module by its file.
 
     The first paragraph of the module's docstring is its title, a sentence of at most 15 words. The
     command `list` prints the title, and `list NAME` the complete docstring. Besides `measure` and
@@ -20,17 +20,17 @@ class Experiment(Protocol):
 
         table(rows)          makes the table, a `tables.Table`, for the page of the experiment
         animate(rows, note)  makes the figure as an animated GIF, in bytes; `note` says the origin
-        page(rows, note)     makes the figure as an HTML page, a str; `note` as above
+        page(rows, note)     makes the figure as an HTML page, a str; `note` says the origin
         FIGURES              further figures: {name of the file: function of the rows, like `draw`}
         TABLES               further tables: {name: function of the rows, like `table`}
-        NEEDS                ("GPU",) or ("GPU", "torch"): without these nothing is measured
+        NEEDS                ("GPU",) or ("GPU", "torch"): requirements for measuring
         TAKES                options among `options.CHOICES` that it takes. Default: all but "tiles"
         PROTOCOL             a sentence on how it measures, stored with its rows
         sweep_of(row)        name of the sweep that a row belongs to, if the experiment has several
     """
 
     def measure(self, options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
-        """Measure and yield rows. Each is stored as soon as it is yielded.
+        """Measure and yield rows. Each row is recorded as soon as it is yielded.
 
         Parameters
         ----------
@@ -42,11 +42,12 @@ class Experiment(Protocol):
         Yields
         ------
         Row or sequence of Row
-            One number; or numbers that only make sense together, which are stored together.
+            One number, or several numbers that only make sense together. The latter are stored
+            together.
         """
 
     def draw(self, rows: Sequence[Row]) -> Any:
-        """Draw the figure of stored rows, which may be from this run or from an earlier one.
+        """Draw the figure from stored rows. The rows may be from this run or from an earlier run.
 
         Parameters
         ----------
@@ -56,7 +57,7 @@ class Experiment(Protocol):
         Returns
         -------
         matplotlib figure or None
-            None if there are no rows to draw.
+            The figure. None if there are no rows to draw.
         """
 
 
@@ -83,12 +84,12 @@ def packages() -> list[ModuleType]:
 
 
 def _found() -> Iterator[pkgutil.ModuleInfo]:
-    """Yield the files and folders in the folder of the experiments."""
+    """Yield the modules and packages in the folder of the package `experiments`."""
     return pkgutil.iter_modules(importlib.import_module(PACKAGE).__path__)
 
 
 def load(name: str) -> Experiment:
-    """Import an experiment.
+    """Import the module of an experiment.
 
     Parameters
     ----------
@@ -104,7 +105,7 @@ def load(name: str) -> Experiment:
 
 
 def words(experiment: Experiment) -> tuple[str, str]:
-    """Return the title of an experiment and what `list` says of it.
+    """Return the first two paragraphs of an experiment's docstring, for the command `list`.
 
     Parameters
     ----------
@@ -114,16 +115,16 @@ def words(experiment: Experiment) -> tuple[str, str]:
     Returns
     -------
     title : str
-        First paragraph of the docstring, without a full stop.
+        First paragraph of the docstring, in one line, without the last full stop.
     about : str
-        Second paragraph; may be empty.
+        Second paragraph, in one line. It may be empty.
     """
     title, about, *_ = [*(experiment.__doc__ or "").split("\n\n"), ""]
     return " ".join(title.split()).rstrip("."), " ".join(about.split())
 
 
 def needs(experiment: Experiment) -> Sequence[str]:
-    """Return what an experiment needs to measure: some of "GPU" and "torch".
+    """Return the requirements of an experiment for measuring: some of "GPU" and "torch".
 
     Parameters
     ----------
@@ -133,13 +134,13 @@ def needs(experiment: Experiment) -> Sequence[str]:
     Returns
     -------
     sequence of str
-        Empty if it needs nothing.
+        The names. Empty if the experiment runs on any machine.
     """
     return tuple(getattr(experiment, "NEEDS", ()))
 
 
 def sweeps(experiment: Experiment) -> Callable[[Row], str]:
-    """Return the function that names the sweep of a row.
+    """Return the function that returns the name of the sweep to which a row belongs.
 
     Parameters
     ----------
@@ -149,8 +150,8 @@ def sweeps(experiment: Experiment) -> Callable[[Row], str]:
     Returns
     -------
     callable
-        The experiment's function `sweep_of`. Without this function, every row has the experiment's
-        name.
+        The experiment's function `sweep_of`. If there is no such function, the name of the sweep is
+        the name of the experiment.
     """
     name = getattr(experiment, "__name__", "").rpartition(".")[2]
     own: Callable[[Row], str] | None = getattr(experiment, "sweep_of", None)
@@ -168,6 +169,6 @@ def takes(experiment: Experiment) -> set[str]:
     Returns
     -------
     set of str
-        Some of `options.CHOICES`.
+        Some of the names in `options.CHOICES`.
     """
     return set(getattr(experiment, "TAKES", set(CHOICES) - {"tiles"}))

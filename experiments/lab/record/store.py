@@ -1,8 +1,9 @@
-"""The data store: a CSV file per experiment and machine, and a JSON file with its provenance.
+"""The data store: for each experiment and machine a CSV file, and a JSON file about its runs.
 
 The files are `<root>/data/<experiment>/<machine>.csv` and `.json`. Rows are sorted. A file is
-written only if a row differs, so that counting again leaves a checkout unchanged. Each row has the
-id of its run, which the JSON file describes. Old recordings have one run without an id.
+written only if its content changes. Therefore counting the same numbers again does not change a
+checkout. Each row contains the id of its run, and the JSON file describes the run. Old recordings
+have a single run without an id.
 """
 
 from __future__ import annotations
@@ -30,27 +31,24 @@ Number = int | float
 
 
 class StoreError(ValueError):
-    """Raised if a file or folder is damaged, or cannot be read or written.
-
-    The message says the reason.
-    """
+    """Raised if a file or folder is damaged, or cannot be read or written. The message says why."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One number with the columns that identify it: a line of a CSV file.
+    """A row of data: one number, with the columns that identify it. A line of a CSV file.
 
     Parameters
     ----------
     machine : str
-        Name of the file: a GPU, "emulator" or "model".
+        Name of the CSV file: a GPU, "emulator" or "model".
     experiment : str
         Name of the experiment.
     series : str
-        What was run, such as "fa2-mma" or "torch-cudnn".
+        The kernel or library that was run, such as "fa2-mma" or "torch-cudnn".
     source : str
-        Where the number is from: "measured" (by a run), "counted" (by the emulator), "model"
-        (closed form), "l2" or "dram" (hardware counters), or "published" (in a paper).
+        How the number was obtained: "measured" (by a run), "counted" (by the emulator), "model" (by
+        a closed form), "l2" or "dram" (by hardware counters), or "published" (by a paper).
     pass_ : str, default "fwd"
         "fwd", "bwd" or "fwd+bwd". The CSV's column is "pass".
     dtype : str, default "float32"
@@ -60,9 +58,9 @@ class Row:
     causal : bool
         Whether the mask is causal.
     Br, Bc : int, optional
-        Block sizes.
+        Tile sizes. None if they are not known.
     metric : str
-        What the number is, such as "time", "speed", "loads", "traffic", "memory" or "error".
+        The quantity, such as "time", "speed", "loads", "traffic", "memory" or "error".
     unit : str
         Unit of the number, such as "ms", "TFLOP/s", "elements", "bytes", "MiB"; "1" for a ratio.
     value : int, float or None
@@ -72,15 +70,15 @@ class Row:
     n : int, optional
         Number of timed calls.
     note : str, default ""
-        Text up to the first semicolon: what no column says, such as "10 % of blocks". Text after
-        the semicolon: why the measurement failed.
+        Text up to the first semicolon: facts for which there is no column, such as "10 % of
+        blocks". Text after the semicolon: the reason why the measurement failed.
     run : str, default ""
         Id of the run. The recorder sets it. Comparisons of rows ignore it.
 
     Raises
     ------
     ValueError
-        If `source` is another name.
+        If `source` is not one of these names.
 
     Examples
     --------
@@ -149,7 +147,7 @@ class Row:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Return the columns that identify what was measured, from the experiment to the metric.
+        """Return the values that identify the measured quantity: all columns up to the metric.
 
         Two rows with equal keys and equal `place` are two readings of one quantity.
         """
@@ -172,7 +170,7 @@ _FIELDS = tuple(f.name for f in fields(Row) if f.name != "machine")
 _KEY = _FIELDS[: _FIELDS.index("metric") + 1]
 COLUMNS = tuple(name.rstrip("_") for name in _FIELDS)
 _SETTING = tuple(name for name in _KEY if name not in ("metric", "Br", "Bc"))
-# What a cell is read as, if not as text; of these, some may be empty.
+# Columns that are not text -> function that reads a cell.
 _READ: dict[str, Callable[[str], Any]] = {
     "causal": {"true": True, "false": False}.__getitem__,
     **dict.fromkeys(("batch", "heads_q", "heads_k", "seqlen_q", "seqlen_k", "head_dim"), int),
@@ -182,7 +180,7 @@ _READ: dict[str, Callable[[str], Any]] = {
 
 
 def _cell(name: str, text: str) -> Any:
-    """Return the value of a cell; raise ValueError with the column and the text."""
+    """Return the value of a cell. If the text is wrong, raise ValueError with the column's name."""
     try:
         return _READ.get(name, str)(text)
     except (KeyError, ValueError):
@@ -208,7 +206,7 @@ def _number(text: str) -> Number:
 
 
 def impossible(row: Row) -> str:
-    """Return why no measurement or count can give this row's numbers; empty if they are possible.
+    """Return why the numbers of a row are impossible; an empty text if they are possible.
 
     Parameters
     ----------
@@ -218,8 +216,8 @@ def impossible(row: Row) -> str:
     Returns
     -------
     str
-        What is wrong: a number that is negative or not finite. Metrics that end in "difference" may
-        be negative.
+        A sentence about the first number that is negative or not finite. Numbers of metrics that
+        end in "difference" may be negative.
     """
     least, allowed = 0.0, "a finite number of at least 0"
     if row.metric.endswith("difference"):
@@ -238,8 +236,8 @@ def select(rows: Iterable[Row], **fields: Any) -> list[Row]:
     rows : iterable of Row
         Rows.
     **fields : Any
-        Attributes of a row and their value, such as ``series="fa2-mma"``. A tuple allows several
-        values.
+        Attributes of a row and the wanted values, such as ``series="fa2-mma"``. A tuple allows
+        several values.
 
     Returns
     -------
@@ -256,29 +254,29 @@ def select(rows: Iterable[Row], **fields: Any) -> list[Row]:
     [10, 20]
     """
     found = list(rows)
-    for name, want in fields.items():  # one column after another: few rows are left after the first
+    for name, want in fields.items():  # column by column, as the first leaves only few rows
         of_row, allowed = attrgetter(name), want if isinstance(want, tuple) else (want,)
         found = [row for row in found if of_row(row) in allowed]
     return [row for row in found if not row.failed]
 
 
 def values(rows: Iterable[Row], *names: str, **fields: Any) -> dict[Any, Any]:
-    """Return the numbers of the rows with the given fields, by the named columns.
+    """Return a dictionary from the named columns to the numbers of the rows with the given fields.
 
     Parameters
     ----------
     rows : iterable of Row
         Rows.
     *names : str
-        One or more attributes of a row, which become the key.
+        One or more attributes of a row. Their values become the key.
     **fields : Any
-        Attributes of a row and their value, as for `select`.
+        Attributes of a row and the wanted values, as for `select`.
 
     Returns
     -------
     dict
-        Maps a key to a number. The key is a tuple if there are several names. Of several rows with
-        the same key, the number is of the last row.
+        Maps a key to a number. The key is a tuple if there are several names. If several rows have
+        the same key, the last of them gives the number.
 
     Examples
     --------
@@ -294,16 +292,17 @@ def values(rows: Iterable[Row], *names: str, **fields: Any) -> dict[Any, Any]:
 
 
 def nested(rows: Iterable[Row], *names: Any, **fields: Any) -> dict[Any, Any]:
-    """Return the numbers of the rows with the given fields, in nested dictionaries.
+    """Return the numbers of the rows with the given fields as nested dictionaries.
 
     Parameters
     ----------
     rows : iterable of Row
         Rows.
     *names : str or callable
-        An attribute of a row, or a function of a row, for each level.
+        For each level of dictionaries, an attribute of a row, or a function that takes a row and
+        returns the key.
     **fields : Any
-        Attributes of a row and their value, as for `select`.
+        Attributes of a row and the wanted values, as for `select`.
 
     Returns
     -------
@@ -330,7 +329,7 @@ def nested(rows: Iterable[Row], *names: Any, **fields: Any) -> dict[Any, Any]:
 
 
 def setting(row: Row) -> tuple[Any, ...]:
-    """Return the columns of a row that are equal for rows which a run measures together.
+    """Return the values that are equal for all rows that a run measures together.
 
     Parameters
     ----------
@@ -340,7 +339,7 @@ def setting(row: Row) -> tuple[Any, ...]:
     Returns
     -------
     tuple
-        Experiment, series, source, pass and problem: the key without metric and block sizes.
+        Experiment, series, source, pass and problem: the key without metric and tile sizes.
     """
     return tuple(getattr(row, name) for name in _SETTING)
 
@@ -353,12 +352,12 @@ def dump(rows: Iterable[Row], *, runs: bool = True) -> str:
     rows : iterable of Row
         Rows.
     runs : bool, default True
-        Whether there is a column with the id of the run.
+        Whether the text contains the column "run" with the ids of runs.
 
     Returns
     -------
     str
-        The text, with a header.
+        The text. Its first line contains the names of the columns.
     """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -369,16 +368,16 @@ def dump(rows: Iterable[Row], *, runs: bool = True) -> str:
     return text.getvalue()
 
 
-@lru_cache(128)  # a page of tables asks for each file some twelve times
+@lru_cache(128)  # the tables of a page read each file about twelve times
 def parse(text: str, machine: str) -> tuple[Row, ...]:
-    """Return the rows of CSV text, with or without the column of runs.
+    """Return the rows that CSV text contains, with or without the column "run".
 
     Parameters
     ----------
     text : str
-        The text, with a header.
+        The text. Its first line must contain the names of the columns.
     machine : str
-        Name of the file, which the rows get.
+        Value of `machine` for all rows.
 
     Returns
     -------
@@ -388,7 +387,8 @@ def parse(text: str, machine: str) -> tuple[Row, ...]:
     Raises
     ------
     ValueError
-        If the columns differ, or a cell cannot be read. The message names the line.
+        If the names of the columns are wrong, or a cell cannot be read. For a cell, the message
+        names the line.
     """
     lines = csv.reader(io.StringIO(text))
     header = tuple(next(lines, ()))
@@ -412,7 +412,7 @@ def unknown(kind: str, name: str, names: Iterable[str]) -> str:
     Parameters
     ----------
     kind : str
-        What the name stands for, such as "table".
+        The kind of thing that has such names, such as "table".
     name : str
         The name that does not exist.
     names : iterable of str
@@ -436,22 +436,22 @@ def unknown(kind: str, name: str, names: Iterable[str]) -> str:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Turn errors inside into a StoreError that names the path.
+    """A context manager that turns errors inside into a StoreError with the path in its message.
 
     Parameters
     ----------
     path : Path
-        The file that is read or written.
+        The file that is read or written inside the context.
 
     Yields
     ------
     None
-        The context.
+        Nothing.
 
     Raises
     ------
     StoreError
-        For an OSError, ValueError or csv.Error inside.
+        If an OSError, ValueError or csv.Error occurs inside.
     """
     try:
         yield
@@ -468,10 +468,10 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def replace_files(contents: Mapping[Path, str | bytes]) -> list[Path]:
-    """Write files, each in one step, and only if its content differs.
+    """Write several files, each in one step, and only files whose content changes.
 
-    All new contents are written next to the files first. If one of them cannot be written, every
-    file stays as it was.
+    All new contents are first written to temporary files in the same folders. If one of them cannot
+    be written, no file is changed.
 
     Parameters
     ----------
@@ -507,14 +507,14 @@ def replace_files(contents: Mapping[Path, str | bytes]) -> list[Path]:
 
 
 def write_if_changed(path: Path, content: str | bytes) -> bool:
-    """Write one file in one step, and only if its content differs.
+    """Write one file in one step, and only if its content changes.
 
     Parameters
     ----------
     path : Path
         The file.
     content : str or bytes
-        Its content.
+        The new content of the file.
 
     Returns
     -------
@@ -530,7 +530,7 @@ def write_if_changed(path: Path, content: str | bytes) -> bool:
 
 
 class Store:
-    """Stored rows and their runs, in the folder `<root>/data`.
+    """The recordings in the folder `<root>/data`: stored rows, and descriptions of their runs.
 
     Parameters
     ----------
@@ -542,7 +542,7 @@ class Store:
         self.root = root
 
     def path(self, experiment: str, machine: str, suffix: str = ".csv") -> Path:
-        """Return the path of a file of an experiment.
+        """Return the path of a recording's CSV or JSON file.
 
         Parameters
         ----------
@@ -556,12 +556,12 @@ class Store:
         Returns
         -------
         Path
-            The path; the file may be missing.
+            The path. The file need not exist.
         """
         return self.root / "data" / experiment / f"{machine}{suffix}"
 
     def machines(self, experiment: str) -> list[str]:
-        """Return the machines with stored rows of an experiment: GPUs, "emulator" and "model".
+        """Return the names of the machines that have stored rows of an experiment.
 
         Parameters
         ----------
@@ -571,12 +571,12 @@ class Store:
         Returns
         -------
         list of str
-            Names, sorted.
+            Names of GPUs, "emulator" or "model", sorted.
         """
         return sorted(path.stem for path in (self.root / "data" / experiment).glob("*.csv"))
 
     def read(self, experiment: str, machine: str) -> list[Row]:
-        """Return the stored rows; an empty list if there is no file.
+        """Return the stored rows of an experiment on a machine.
 
         Parameters
         ----------
@@ -588,19 +588,20 @@ class Store:
         Returns
         -------
         list of Row
-            The rows.
+            The rows. Empty if there is no file.
 
         Raises
         ------
         StoreError
-            If the file is damaged or cannot be read. The message names file and line.
+            If the file is damaged or cannot be read. The message names the file, and the line if it
+            is known.
         """
         path = self.path(experiment, machine)
         with naming(path):
             return list(parse(path.read_text("utf-8"), machine)) if path.exists() else []
 
     def provenance(self, experiment: str, machine: str) -> dict[str, Any]:
-        """Return the JSON file of stored rows; empty if there is none.
+        """Return the content of a recording's JSON file.
 
         Parameters
         ----------
@@ -612,7 +613,7 @@ class Store:
         Returns
         -------
         dict
-            Content of the JSON file.
+            The content. Empty if there is no file.
 
         Raises
         ------
@@ -624,7 +625,7 @@ class Store:
             return dict(json.loads(path.read_text("utf-8"))) if path.exists() else {}
 
     def runs(self, experiment: str, machine: str) -> list[dict[str, Any]]:
-        """Return the runs that the JSON file lists, the last run first.
+        """Return the descriptions of runs in a recording's JSON file, the last run first.
 
         Parameters
         ----------
@@ -648,7 +649,7 @@ class Store:
         return list(about.get("runs", [one] if about else []))
 
     def recorded(self, experiment: str, machine: str) -> tuple[list[Row], list[dict[str, Any]]]:
-        """Return the stored rows, and the runs that these rows are from.
+        """Return the stored rows of a recording, and the runs that produced these rows.
 
         Parameters
         ----------
@@ -662,7 +663,7 @@ class Store:
         rows : list of Row
             The rows.
         runs : list of dict
-            Their runs.
+            Descriptions of the runs, the last run first.
 
         Raises
         ------

@@ -1,1 +1,1 @@
-"""Commands: they run experiments, store what these yield, and draw what is stored."""
+"""The work behind `python -m experiments`: measure experiments, store rows, draw figures."""

@@ -1,4 +1,4 @@
-"""Draws several figures at the same time, each in its own process."""
+"""Draws several figures at the same time, each in a process of its own."""
 
 import io
 import multiprocessing
@@ -15,19 +15,20 @@ from rich.console import Console
 from ..record import Options
 from .runner import Report, Runner
 
-# A child that is forked has matplotlib and the experiments already.
+# A forked process need not import matplotlib and the experiments again.
 START = "fork"
 
 
 def side_by_side(runner: Any, names: Sequence[str]) -> None:
     """Draw the named figures, in as many processes as there are cores.
 
-    On a machine with a GPU, and for a single figure, this process draws.
+    On a machine with a GPU, for a single figure, and without the start method "fork", this process
+    draws the figures one after the other.
 
     Parameters
     ----------
     runner : Runner
-        Runs experiments; its reports are updated.
+        The `Runner` of the command. Its reports are updated.
     names : sequence of str
         Names of experiments.
     """
@@ -36,8 +37,8 @@ def side_by_side(runner: Any, names: Sequence[str]) -> None:
         for name in names:
             runner.draw(name)
         return
-    with suppress(ModuleNotFoundError):  # which is said as a figure is drawn
-        from matplotlib import figure, ticker  # noqa: F401  once, not in every process
+    with suppress(ModuleNotFoundError):  # drawing a figure prints this error
+        from matplotlib import figure, ticker  # noqa: F401  here once instead of in every process
     look = {"width": runner.console.width, "force_terminal": runner.console.is_terminal}
     context, quiet = multiprocessing.get_context(START), (signal.SIGINT, signal.SIG_IGN)
     with ProcessPoolExecutor(count, context, signal.signal, quiet) as pool:
@@ -49,7 +50,7 @@ def side_by_side(runner: Any, names: Sequence[str]) -> None:
 
 
 def _draw(options: Options, look: dict[str, Any], name: str) -> tuple[Report, str]:
-    """Draw a figure in its own process; return its report and the printed text."""
+    """Draw a figure in its own process. Return its report and the text that was printed."""
     said = io.StringIO()
     runner = Runner(options, [], Console(file=said, **look))
     runner.draw(name)

@@ -1,4 +1,4 @@
-"""Where the numbers of a run are from: commit, command, machine, versions, date and protocol."""
+"""Describes the origin of a run's numbers: commit, command, machine, versions and protocol."""
 
 import functools
 import os
@@ -16,22 +16,22 @@ from ..measure.timing import PROTOCOL
 from ..measure.workloads import SEED
 from ..record import EMULATOR, MODEL, REPOSITORY
 
-# The commit, for a copy of the tree that has no .git.
+# Environment variable with the commit, for a copy of the working tree without .git.
 COMMIT_VARIABLE = "FA_NUMBA_COMMIT"
 _PACKAGES = ("numba", "numba-cuda", "numpy", "scipy")
 _SMI = ("driver_version", "clocks.max.sm", "clocks.max.mem", "clocks.applications.graphics",
         "power.limit", "memory.total")  # fmt: skip
-# What compiles and launches; None where the wheel is not installed.
+# Packages that compile and launch kernels. The version is None if a package is not installed.
 _CUDA_PACKAGES = ("cuda-core", "cuda-bindings", "nvidia-nvvm", "nvidia-cuda-nvrtc")
 
 
 def slug(gpu: str) -> str:
-    """Return a GPU's name as a file name: "NVIDIA H200" is "nvidia-h200"."""
+    """Return a GPU's name as a file name: "NVIDIA H200" becomes "nvidia-h200"."""
     return re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
 
 
 def _output(*command: str) -> str | None:
-    """Return what a command prints; None if it fails or is missing."""
+    """Return the text that a command prints; None if the command fails or is missing."""
     try:
         done = subprocess.run(
             command, cwd=REPOSITORY, capture_output=True, text=True, timeout=30, check=True
@@ -42,10 +42,10 @@ def _output(*command: str) -> str | None:
 
 
 def commit() -> tuple[str | None, bool | None]:
-    """Return the commit, and whether code differed from it when the run started.
+    """Return the hash of the current commit, and whether there are uncommitted changes of code.
 
-    COMMIT_VARIABLE can name the commit; the second result is then None. Changes of figures and
-    pages do not count. Both results are None without git.
+    Changes of figures and pages do not count. If the environment variable FA_NUMBA_COMMIT contains
+    the hash, the second result is None. Without git and the variable, both results are None.
     """
     named = os.environ.get(COMMIT_VARIABLE)
     head = named or _output("git", "rev-parse", "--verify", "HEAD")
@@ -86,14 +86,14 @@ def _host() -> dict[str, Any]:
 
 
 class Origin:
-    """Where a run's numbers are from, read once at its start.
+    """The origin of a run's numbers. It is read once, when the command starts.
 
     Parameters
     ----------
     arguments : list of str
         Arguments of the command line.
     gpu : dict or None
-        What `fa_numba.device.describe` returns of the GPU.
+        The result of `fa_numba.device.describe`. None without a GPU.
     """
 
     def __init__(self, arguments: list[str], gpu: dict[str, Any] | None) -> None:
@@ -110,9 +110,10 @@ class Origin:
         self._gpu = gpu
 
     def for_machine(self, machine: str, own: Mapping[str, str] | None = None) -> dict[str, Any]:
-        """Return the run as the JSON file of a machine's rows lists it.
+        """Return the description of the run for the JSON file of a machine.
 
-        `own` is added to the protocol; it has what the experiment says of how it measures.
+        `own` contains the experiment's own sentences on how it measures. For a GPU they are added
+        to the protocol.
         """
         about = dict(self._common)
         if machine == MODEL:

@@ -1,4 +1,4 @@
-"""Runs experiments: measures, stores, draws, and says where numbers are from."""
+"""Runs experiments: measures them, stores their rows, draws their figures and adds the origin."""
 
 import contextlib
 import functools
@@ -29,16 +29,17 @@ _NOT_GPUS = (EMULATOR, MODEL)
 
 @dataclass
 class Report:
-    """What happened to one experiment.
+    """The result of a command for one experiment.
 
     Parameters
     ----------
     drawn_from : list of str
-        Machines whose rows are in the figure.
+        Machines whose rows are in the figure. Empty if nothing was drawn.
     error : str, default ""
-        What went wrong.
+        Message of the error. Empty if there was none.
     not_measured : str, default ""
-        What is missing here to measure it.
+        Why the experiment was not measured: what it needs and this machine lacks. Empty if it was
+        measured or only drawn.
     """
 
     drawn_from: list[str] = field(default_factory=list)
@@ -47,16 +48,16 @@ class Report:
 
 
 class Runner:
-    """One command: measures and draws the experiments that it names.
+    """Measures and draws experiments for one command, and keeps a report for each.
 
     Parameters
     ----------
     options : Options
         The user's choices.
     arguments : sequence of str
-        Arguments of the command line, for the record.
+        Arguments of the command line. They are stored with the rows.
     console : Console
-        Where to print.
+        The console to which messages are printed.
     """
 
     def __init__(self, options: Options, arguments: Sequence[str], console: Console) -> None:
@@ -70,8 +71,8 @@ class Runner:
     def measure(self, name: str, *, again: bool = True) -> None:
         """Measure an experiment and store its rows.
 
-        Without `again`, a recording of this GPU is left as it is if the experiment's code and the
-        kernels that it launched are still the same.
+        If `again` is False, an experiment whose recording of this GPU is current is not measured. A
+        recording is current if the experiment's code and its kernels have not changed.
         """
         report = self.reports.setdefault(name, Report())
         with self._reporting(name, report):
@@ -110,18 +111,21 @@ class Runner:
                 kept.keep(self.store, name, self._origin.for_machine(EMULATOR), made)
 
     def recording(self, name: str, machine: str) -> Store:
-        """Return the store with the machine's last recording: in --out, else the project's."""
+        """Return the store with a machine's recording: --out if it is there, else `figures`."""
         return self.store if machine in self.store.machines(name) else Store(FIGURES)
 
     def _recorded_now(self, name: str) -> bool:
-        """Return whether a run would repeat this GPU's recording, as far as code can tell."""
+        """Return whether this GPU's recording is current, so that a run would only repeat it.
+
+        False if the user asked for a part of the experiment, or to count again.
+        """
         if self.machine is None or self.options.recount or not self.options.complete:
             return False
         found = outdated.state(self.recording(name, self.machine), name, self.machine)
         return found.state == outdated.CURRENT
 
     def _lacking(self, module: Experiment) -> str:
-        """Return what the experiment needs and this machine lacks; empty if nothing is missing."""
+        """Return the requirement of an experiment that this machine lacks; empty if none."""
         needs = registry.needs(module)
         if "GPU" in needs and self.machine is None:
             return "needs a CUDA GPU"
@@ -133,9 +137,9 @@ class Runner:
     def _reporting(self, name: str, report: Report) -> Iterator[None]:
         """Catch and print errors inside the context, so that the next experiment can run.
 
-        An expected problem is one line: a damaged file, a full disk, or a reason why nothing is
-        measured. If this GPU lacks a unit, this is not an error. A fault of the program is printed
-        with its traceback.
+        An expected problem is printed as one line: a damaged file, a full disk, or a reason why
+        nothing is measured. A GPU that lacks a unit is no error. Any other error is a fault of the
+        program, and is printed with its traceback.
         """
         try:
             yield
@@ -143,11 +147,11 @@ class Runner:
             if report.error != str(error):
                 report.error = str(error)
                 self.console.print(f"[red]{name}: {escape(report.error)}[/]", soft_wrap=True)
-        except NoUnit as error:  # an older GPU, which measures the others
+        except NoUnit as error:  # an older GPU, which can measure other experiments
             report.not_measured = str(error)
             text = f"not measured, because this GPU cannot compute it: {error}"
             self.console.print(f"{name}: {escape(text)}", soft_wrap=True)
-        except OSError as error:  # a full disk; if the output is on it, the command ends here
+        except OSError as error:  # a full disk; if the output goes to it too, printing raises again
             report.error = reason(error)
             self.console.print(f"[red]{name}: {escape(report.error)}[/]", soft_wrap=True)
         except Exception as error:
@@ -158,10 +162,10 @@ class Runner:
         self, name: str, measure: Callable[[Bench], Iterable[Row | Sequence[Row]]],
         about: Callable[[str], dict[str, Any]], complete: bool,
     ) -> dict[str, Outcome]:  # fmt: skip
-        """Store rows as they come, and put them into the recording at the end.
+        """Measure, store the rows as they are yielded, and put them into the recording at the end.
 
-        If a run is interrupted, the next run with the same options goes on where it stopped. For a
-        part of an experiment that needs the same command.
+        If a run is interrupted, the next run with the same options continues where it stopped. If
+        the run is not complete, the next run must also have the same command line.
         """
         of = about(self.machine or EMULATOR) | {"sources": kept.sources()}
         of |= {"command": ""} if complete else {}
@@ -204,7 +208,7 @@ class Runner:
             return outcomes
 
     def tune(self, work: variants.Work) -> int:
-        """Time tiles on this GPU and store the fastest; return the exit status."""
+        """Time the calls of `work` on this GPU, store the fastest tiles, return the exit status."""
         report = self.reports.setdefault(tune.NAME, Report())
         if self.machine is None or self.gpu is None:
             self.console.print("[red]tune needs a CUDA GPU, which this machine does not have[/]")
@@ -228,13 +232,13 @@ class Runner:
         return 1 if report.error else 0
 
     def draw(self, name: str) -> None:
-        """Draw a figure from stored files only, or say why not."""
+        """Draw the figures of an experiment from stored rows. Print why if this is not possible."""
         report = self.reports.setdefault(name, Report())
         with self._reporting(name, report):
             report.drawn_from = self._draw(name)
 
     def _draw(self, name: str) -> list[str]:
-        """Draw a figure and return the machines whose rows are in it; none if nothing is drawn."""
+        """Draw the figures of an experiment; return the machines whose rows are drawn."""
         try:
             import matplotlib  # noqa: F401
         except ModuleNotFoundError:
@@ -270,9 +274,13 @@ class Runner:
         self.console.print(escape(said), soft_wrap=True)
 
     def _stored(self, name: str) -> tuple[list[Row], dict[str, list[dict[str, Any]]]]:
-        """Return the rows to draw, and their runs: closed forms, counts, and one GPU's rows.
+        """Return the rows to draw, and the runs of each machine.
 
-        A recording in --out is preferred to the project's.
+        The rows are closed forms, counts of the emulator, and the rows of one GPU.
+
+        If a machine has recordings in --out and in `figures`, the recording in --out is taken. Of
+        several GPUs, this machine's GPU is preferred, then GPUs with a recording in --out, then the
+        latest date.
         """
         places: dict[str, Store] = {}
         for store in (Store(FIGURES), self.store):
@@ -282,9 +290,10 @@ class Runner:
         gpus = [machine for machine in places if machine not in _NOT_GPUS]
 
         def preferred(machine: str) -> tuple[bool, bool, str, str]:
-            """Return a sort key that puts this machine's GPU last.
+            """Return a sort key that puts the preferred GPU last.
 
-            Before it come GPUs with a recording in --out, and before these others by date.
+            The order is: GPUs of other recordings by date, GPUs with a recording in --out, this
+            machine's GPU.
             """
             date = max((str(run.get("date")) for run in runs[machine]), default="")
             return machine == self.machine, places[machine] is self.store, date, machine
@@ -296,7 +305,10 @@ class Runner:
 
 
 def lost(before: Sequence[Row]) -> str:
-    """Return what a recording has and this machine cannot measure; empty for nothing."""
+    """Return text that names the numbers of a recording which this machine cannot measure.
+
+    The text is empty if this machine can measure all kinds of numbers in the rows `before`.
+    """
     found = []
     if not counters.available() and any(row.source in counters.BYTES for row in before):
         found.append("hardware counters, but Nsight Compute (ncu) is missing here")

@@ -1,1 +1,1 @@
-"""Figures, tables and pages, made from stored rows."""
+"""Makes figures, tables and pages from stored rows."""

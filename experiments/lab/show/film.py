@@ -1,4 +1,4 @@
-"""Both loop orders at the same moment, tile by tile: as a picture, and as a film."""
+"""A picture and a film that show both loop orders at the same moment, tile by tile."""
 
 import io
 from collections import Counter
@@ -11,7 +11,7 @@ from ..measure.moves import IN_REGISTERS, Trace, events, size, steps
 from ..measure.series import LABELS
 from . import style
 
-MOMENT = 0.9  # of the bytes of the order that moves less
+MOMENT = 0.9  # the picture's moment: fraction of the bytes of the order that moves fewer bytes
 INPUT, AGAIN, WRITTEN = "#4A5A6A", "#E69F00", "#D55E00"
 SHARED, REGISTERS, LANE, SEEN, NOW = "#AAB8C5", "#F3D39C", "#EDEDED", "#CFE3D9", "#009E73"
 LEGEND = {
@@ -23,7 +23,7 @@ LEGEND = {
     SEEN: "tile of S: computed",
     NOW: "tile of S: being computed",
 }
-# Left edge and width of what lies beside S, which goes from 0 to 1.
+# Left edge and width of the arrays to the left and right of S. S takes x from 0 to 1.
 BESIDE = {
     "Q": (-0.27, 0.2),
     "O": (1.07, 0.2),
@@ -32,11 +32,12 @@ BESIDE = {
     "L": (1.32, 0.06),
 }
 ABOVE = {"K": 1.24, "V": 1.07}
-FRAME, END, MOST_FRAMES = 200, 4000, 240  # of a film: milliseconds of a frame and of the last
+# Of a film: milliseconds of a frame, milliseconds of the last frame, greatest number of frames.
+FRAME, END, MOST_FRAMES = 200, 4000, 240
 
 
 class Side:
-    """One loop order's half of the picture: a box for each tile, coloured by where the tile is."""
+    """The panel of one loop order: a box for each tile, whose colour says where the tile is."""
 
     def __init__(self, ax: Any, trace: Trace) -> None:
         self.ax, self.trace, self.steps = ax, trace, steps(trace)
@@ -66,7 +67,7 @@ class Side:
         self.ax.add_patch(self.boxes[key])
 
     def at(self, clock: float) -> int:
-        """Show the step at a moment, and return its number.
+        """Colour the boxes for a moment, and return the number of the step at this moment.
 
         Parameters
         ----------
@@ -76,7 +77,7 @@ class Side:
         Returns
         -------
         int
-            Number of the step; the number of steps if the clock is past the last one.
+            Number of the step, from 0. After the last step it is the number of steps.
         """
         ends, said = self.steps["bytes"], [step.split("|") for step in self.steps["steps"]]
         at = next((n for n, end in enumerate(ends) if end > clock), len(ends))
@@ -99,7 +100,7 @@ class Side:
         return at
 
     def said(self, at: int) -> str:
-        """Describe step `at`: the paper's line, the moves, how often tiles of O moved so far."""
+        """Return text about step `at`: the paper's line, its moves, and the moves of O so far."""
         found = events(self.trace)
         moved = [move for event in found[: at + 1] for move in event if move.array == "O"]
         times = [sum(move.kind == kind for move in moved) for kind in ("load", "store")]
@@ -113,7 +114,7 @@ class Side:
 
 
 def title(traces: Sequence[Trace]) -> str:
-    """Return the sentence that compares how often both orders move tiles of O."""
+    """Return the figure's title, which compares how often the two orders move tiles of O."""
     moved = {trace.algorithm: len([m for m in trace.moves if m.array == "O"]) for trace in traces}
     if moved.keys() != {"fa1", "fa2"}:
         return "Tiles that move between global memory and the chip"
@@ -148,10 +149,10 @@ def draw(traces: Sequence[Trace]) -> Any:
 
 
 def clocks(traces: Sequence[Trace]) -> list[int]:
-    """Return the moments of the frames, in bytes, and the end.
+    """Return the moments of the film's frames, in bytes moved so far. The last moment is the end.
 
-    There is a frame at every event of either order. Of close events only one has a frame. If there
-    are too many events, some are left out.
+    Each event of either order has a frame. Two events that are close together share a frame. If
+    there are too many events, only every n-th event has a frame.
     """
     found = [event for trace in traces for event in events(trace)]
     starts = np.unique([event[0].start for event in found])
@@ -161,19 +162,19 @@ def clocks(traces: Sequence[Trace]) -> list[int]:
 
 
 def frames(traces: Sequence[Trace], note: str) -> Iterator[Any]:
-    """Yield the picture of each moment.
+    """Yield the film's frames, one for each moment that `clocks` returns.
 
     Parameters
     ----------
     traces : sequence of Trace
         The traces from left to right.
     note : str
-        Says where the traces are from; written below the picture.
+        Text about the origin of the traces. It is written below the picture.
 
     Yields
     ------
     Image
-        A picture of PIL.
+        A frame, as an image of PIL.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from PIL import Image  # matplotlib brings it
@@ -181,11 +182,11 @@ def frames(traces: Sequence[Trace], note: str) -> Iterator[Any]:
     figure, sides = _sides(traces)
     figure.text(0.008, 0.01, note, fontsize=8.5, color="#555555")
     texts = [side.ax.text(0, -0.05, "\n", va="top") for side in sides]
-    for side in sides:  # a panel without its title would be laid out below the legend
+    for side in sides:  # the layout needs the titles of the panels
         side.at(0)
     figure.get_layout_engine().set(rect=(0, 0.05, 1, 0.95))
     canvas = FigureCanvasAgg(figure)
-    canvas.draw()  # lays it out
+    canvas.draw()  # computes the layout
     figure.set_layout_engine("none")
     changing = [*texts, *(x for side in sides for x in (side.ax.title, *side.boxes.values()))]
     for artist in changing:
@@ -209,12 +210,12 @@ def gif(problems: Sequence[Sequence[Trace]], note: str) -> bytes:
     problems : sequence of sequence of Trace
         For each problem the traces from left to right.
     note : str
-        Says where the traces are from.
+        Text about the origin of the traces. It is written below the pictures.
 
     Returns
     -------
     bytes
-        The file.
+        Content of the GIF file.
     """
     films = [list(frames(traces, note)) for traces in problems]
     pictures = [picture for film in films for picture in film]
@@ -227,9 +228,10 @@ def gif(problems: Sequence[Sequence[Trace]], note: str) -> bytes:
 
 
 def _palette(pictures: Sequence[Any]) -> Any:
-    """Return an image whose palette has the 255 most frequent colours of the pictures.
+    """Return an image whose palette contains the 255 most frequent colours of the pictures.
 
-    The colour that is left over marks pixels that do not change: the file is a third as large.
+    The remaining colour of the 256 marks pixels that do not change between frames. This makes the
+    file a third as large.
     """
     from PIL import Image
 
@@ -244,7 +246,10 @@ def _palette(pictures: Sequence[Any]) -> Any:
 
 
 def _with_palette(picture: Any, palette: Any) -> Any:
-    """Return the picture in the palette's colours: exact, where the palette has the colour."""
+    """Return a picture in the colours of a palette.
+
+    A colour that the palette contains stays as it is. Other colours become a similar colour.
+    """
     near = picture.quantize(palette=palette, dither=0)
     weights = np.array([1 << 16, 1 << 8, 1])
     known = np.reshape(palette.getpalette(), (-1, 3)) @ weights

@@ -4,7 +4,8 @@
     ...
     <!-- end: NAME -->
 
-The text between two such markers is replaced. All other text is written by hand.
+The text between two such markers is replaced by the table NAME. All other text of the pages is
+written by hand.
 """
 
 import re
@@ -18,17 +19,17 @@ from .tables import Across, Make, fewer_runs
 
 PAGE = REPOSITORY / "paper_repro.md"
 TABLES = FIGURES / "tables"
-# The GPUs of the pages' numbers: whatever else is recorded beside them, they stay as they are. Of
-# what both have recorded LATER's is of later kernels.
+# The GPUs whose numbers the pages show, also if there are recordings of other GPUs. If both have
+# recorded an experiment, the recording of LATER is of later kernels.
 MACHINE, LATER = "nvidia-h200", "nvidia-h100-80gb-hbm3"
 NO_RECORDING = "no recording yet"
 _BLOCK = re.compile(
     r"(?P<start><!-- table: (?P<name>[\w-]+) -->\n)(?P<body>.*?)(?P<end><!-- end: (?P=name) -->)",
     re.DOTALL,
 )
-# A column of bytes of L2; "sectors from L2" is a counter by its own name.
+# Finds tables with L2 bytes. "sectors from L2" is excluded, because it is the name of a counter.
 _L2 = re.compile(r"(?<!from )(?<!to )\bL2\b")
-# A table of times or speeds.
+# Finds tables of times or speeds.
 _TIMED = re.compile(
     r"\b(ms|us)\b|T(FLOP|B)/s|[Tt]imes? (of|over|at|a|than)\b|[Mm]icroseconds|[Ff]astest|"
     r"Speed (of|in)\b|speed in bf16"
@@ -36,17 +37,18 @@ _TIMED = re.compile(
 
 
 def known() -> dict[str, tuple[Make, tuple[str, ...]]]:
-    """Return all tables by name.
+    """Return all tables of the pages.
 
     Returns
     -------
     dict
-        Name to the function that makes the table, and the experiments whose rows it takes.
+        Maps the name of a table to the function that makes it, and to the names of the experiments
+        whose rows the function takes.
 
     Raises
     ------
     ValueError
-        If two tables have one name.
+        If two tables have the same name.
     """
     found: dict[str, tuple[Make, tuple[str, ...]]] = {}
     for experiment in registry.names():
@@ -64,7 +66,7 @@ def known() -> dict[str, tuple[Make, tuple[str, ...]]]:
 
 
 def tables_of(name: str) -> Mapping[str, Make]:
-    """Return the tables of an experiment by the names that the pages use.
+    """Return the tables that an experiment makes from its own rows.
 
     Parameters
     ----------
@@ -74,7 +76,7 @@ def tables_of(name: str) -> Mapping[str, Make]:
     Returns
     -------
     mapping of str to callable
-        Name to a function of the rows.
+        Maps the name of a table, which the pages use, to a function that takes the rows.
     """
     module = registry.load(name)
     own = {name: module.table} if hasattr(module, "table") else {}
@@ -82,14 +84,14 @@ def tables_of(name: str) -> Mapping[str, Make]:
 
 
 def shared_tables() -> dict[str, Across]:
-    """Return the tables that use rows of several experiments, by name.
+    """Return the tables that use rows of several experiments.
 
-    A package of `experiments` gives them by a function `tables`, as `verdicts` does.
+    A package inside `experiments`, such as `verdicts`, defines them in a function `tables`.
 
     Returns
     -------
     dict of str to Across
-        The tables.
+        Maps the name of a table to the object that makes it.
     """
     found: dict[str, Across] = {}
     for package in registry.packages():
@@ -110,7 +112,8 @@ def gpu(store: Store, experiment: str) -> str:
     Returns
     -------
     str
-        LATER if it has recorded the experiment; another GPU if only that one has; else MACHINE.
+        LATER if it has recorded the experiment. Otherwise another GPU, if it is the only GPU that
+        has recorded the experiment. Otherwise MACHINE.
     """
     if store.read(experiment, LATER):
         return LATER
@@ -119,7 +122,7 @@ def gpu(store: Store, experiment: str) -> str:
 
 
 def text(name: str, store: Store) -> str:
-    """Return a table's text: caption and source, an empty line, the table.
+    """Return the text of a table: the caption, a sentence about the origin, and the table.
 
     Parameters
     ----------
@@ -131,7 +134,7 @@ def text(name: str, store: Store) -> str:
     Returns
     -------
     str
-        The text.
+        Markdown text. It says so if there is no recording.
 
     Raises
     ------
@@ -164,7 +167,10 @@ def text(name: str, store: Store) -> str:
 
 
 def _seconds(store: Store, gpus: Mapping[str, str]) -> dict[str, float]:
-    """Return the seconds of each experiment's recording, if all of its runs have them."""
+    """Return the measuring time in seconds of each experiment whose runs all contain this time.
+
+    `gpus` maps an experiment to the GPU whose recording is used.
+    """
     found = {}
     for name, machine in gpus.items():
         runs = store.recorded(name, machine)[1]
@@ -174,7 +180,11 @@ def _seconds(store: Store, gpus: Mapping[str, str]) -> dict[str, float]:
 
 
 def _how_timed(store: Store, gpus: Mapping[str, str]) -> str:
-    """Return at which clocks the experiments were timed, and which times are of few runs."""
+    """Return sentences about the clocks of timed runs, and about times of few runs.
+
+    `gpus` maps an experiment to the GPU whose recording is used. The text is empty without timed
+    rows.
+    """
     said = []
     for name, machine in gpus.items():
         rows = [row for row in store.read(name, machine) if row.n is not None]
@@ -188,7 +198,7 @@ def _how_timed(store: Store, gpus: Mapping[str, str]) -> str:
 
 
 def _l2_sentence(store: Store, gpus: Mapping[str, str]) -> str:
-    """Return a sentence on the hardware counters of L2 bytes; empty if no byte was recorded."""
+    """Return a sentence that names the hardware counters of L2 bytes; empty without L2 bytes."""
     names: set[str] = set()
     for experiment, machine in gpus.items():
         rows, runs = store.recorded(experiment, machine)
@@ -200,7 +210,11 @@ def _l2_sentence(store: Store, gpus: Mapping[str, str]) -> str:
 
 
 def _source(store: Store, experiment: str, its_gpu: str) -> list[str]:
-    """Return what a recording is: GPU (or emulator, or closed forms), date, commit and file."""
+    """Return a list with the origin of a recording: its file, GPU, date and commit.
+
+    If there is no recording of the GPU, the recording of the emulator or of closed forms is
+    described. The list is empty if there is no recording at all.
+    """
     stored = store.machines(experiment)
     counted = EMULATOR, "counted on the emulator"
     for machine, name in ((its_gpu,) * 2, counted, (MODEL, "closed forms")):
@@ -212,7 +226,7 @@ def _source(store: Store, experiment: str, its_gpu: str) -> list[str]:
 
 
 def render(page: str, store: Store, path: Path = PAGE) -> str:
-    """Return a page with its tables made again.
+    """Return the text of a page in which all tables are made again.
 
     Parameters
     ----------
@@ -221,7 +235,7 @@ def render(page: str, store: Store, path: Path = PAGE) -> str:
     store : Store
         The recordings.
     path : Path
-        File of the page, on which its links depend.
+        File of the page. Links in tables are relative to this file.
 
     Returns
     -------
@@ -231,7 +245,7 @@ def render(page: str, store: Store, path: Path = PAGE) -> str:
     Raises
     ------
     ValueError
-        If a marker names no table.
+        If a marker contains the name of a table that does not exist.
     """
 
     def table(found: re.Match[str]) -> str:
@@ -244,7 +258,7 @@ def render(page: str, store: Store, path: Path = PAGE) -> str:
 
 
 def tables(page: str) -> dict[str, str]:
-    """Return the tables between the markers of a page.
+    """Return the texts between the markers of a page.
 
     Parameters
     ----------
@@ -254,7 +268,7 @@ def tables(page: str) -> dict[str, str]:
     Returns
     -------
     dict of str to str
-        Name to text.
+        Maps the name of a table to the text between its markers.
 
     Raises
     ------
@@ -283,14 +297,14 @@ def pages() -> list[Path]:
 
 
 def update(path: Path | None = None, store: Store | None = None) -> list[str]:
-    """Write the tables of a page, or of all pages, again.
+    """Make the tables of a page, or of all pages, again, and write the pages that change.
 
     Parameters
     ----------
     path : Path, optional
         The page. None: all pages.
     store : Store, optional
-        The recordings. Default: those in `figures`.
+        The recordings. Default: the recordings in `figures`.
 
     Returns
     -------
@@ -312,12 +326,13 @@ def stale(
     path : Path, optional
         The page. None: all pages.
     store : Store, optional
-        The recordings. Default: those in `figures`.
+        The recordings. Default: the recordings in `figures`.
 
     Returns
     -------
     dict
-        Page to the names of its tables that differ, and the text that the page should have.
+        Maps a page to the names of its tables that differ, and to the text that the page should
+        have.
     """
     old = {each: each.read_text("utf-8") for each in ([path] if path else pages())}
     store, found = store or Store(FIGURES), {}

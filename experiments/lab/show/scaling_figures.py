@@ -1,4 +1,4 @@
-"""The curves of accesses per score, and the entries of their legend."""
+"""Draws the curves of accesses per score that `measure.scaling` computes, and their legend."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -15,16 +15,16 @@ LOOKS: dict[str, dict[str, Any]] = {
 
 
 def draw(ax: Any, found: dict[tuple[str, str], Points], sources: Sequence[str]) -> None:
-    """Draw the curves of `per_score` that are from the given sources.
+    """Draw the curves of accesses per score that belong to the given sources.
 
     Parameters
     ----------
     ax : Axes
         The panel.
     found : dict
-        The curves.
+        The curves, as `scaling.per_score` returns them.
     sources : sequence of str
-        Sources, such as "model" and "counted".
+        Names of sources, such as "model" and "counted".
     """
     for (series, source), points in found.items():
         if source not in sources:
@@ -37,7 +37,7 @@ def draw(ax: Any, found: dict[tuple[str, str], Points], sources: Sequence[str]) 
 
 
 def handles(found: Iterable[tuple[str, str]]) -> list[Any]:
-    """Return the entries of a legend: one for each series, and one for each source.
+    """Return the entries of a legend: one for each series and one for each source of the curves.
 
     Parameters
     ----------

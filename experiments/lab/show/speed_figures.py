@@ -1,4 +1,4 @@
-"""The figure and the table of a speed experiment, and the published curves for its problems."""
+"""The figure and the table of a speed experiment, and the curves that the FA-2 paper publishes."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,21 +12,21 @@ from . import style, tables
 
 
 def draw(study: Study, rows: Sequence[Row]) -> Any:
-    """Draw speed over sequence length.
+    """Draw the figure of a speed experiment: speed over sequence length.
 
-    There is a row of panels per pass and head dimension, and a column per mask.
+    There is one row of panels for each pass and head dimension, and one column for each mask.
 
     Parameters
     ----------
     study : Study
         The experiment.
     rows : sequence of Row
-        Its rows.
+        Rows of the experiment.
 
     Returns
     -------
     Figure or None
-        None if there is no speed to draw.
+        The figure. None if no row contains a speed of a series to draw.
     """
     peak = next((r.value for r in rows if r.series == peers.MATMUL and not r.failed), None)
     every = rows
@@ -59,24 +59,27 @@ def draw(study: Study, rows: Sequence[Row]) -> Any:
     return figure
 
 
-# What the axes of these figures are called.
+# Label of the x axis of these figures.
 LENGTH = "sequence length N (tokens)"
 
 
 def _names(study: Study) -> dict[str, str]:
-    """Return what a series is called; where there is a backward pass, by its grid."""
+    """Return the labels of series. If the study has a backward pass, labels say the grid."""
     return LABELS if study.passes == ("fwd",) else BACKWARD_LABELS
 
 
 def _band() -> Any:
-    """Return what a legend says of the bands that `_curves` draws."""
+    """Return the legend entry for the bands that `_curves` draws."""
     return style.patch("band: p20 to p80 of the runs", color="#444444", alpha=0.2, lw=0)
 
 
 def _curves(
     ax: Any, rows: Sequence[Row], shown: Sequence[str], names: Mapping[str, str] = LABELS
 ) -> None:
-    """Draw the speed of each series over the length, with a band between the percentiles."""
+    """Draw the speed of each series over the sequence length, with a band from p20 to p80.
+
+    `shown` contains the series, and `names` maps a series to its label.
+    """
     for series in shown:
         points = sorted(
             (r for r in rows if r.series == series and not r.failed), key=lambda r: r.seqlen_q
@@ -94,21 +97,23 @@ def _curves(
 
 
 def forward(rows: Sequence[Row], shown: Sequence[str], message: str) -> Any:
-    """Draw speed over length for the forward pass without a mask, a panel per head dimension.
+    """Draw the speed of the forward pass over sequence length, with a panel per head dimension.
+
+    Rows without a mask are drawn. Only if there are none, causal rows are drawn.
 
     Parameters
     ----------
     rows : sequence of Row
-        Rows.
-    shown : sequence of str
-        Series.
-    message : str
-        The title.
+        Rows of data.
+            shown : sequence of str
+                Names of the series to draw.
+            message : str
+                First line of the title.
 
     Returns
     -------
     Figure or None
-        None without rows of these series.
+        The figure. None if there are no rows of these series.
     """
     mine = [r for r in rows if r.metric == "speed" and r.series in shown and r.pass_ == "fwd"]
     mine = [r for r in mine if not r.causal] or mine
@@ -135,12 +140,12 @@ def forward(rows: Sequence[Row], shown: Sequence[str], message: str) -> Any:
 def published_speeds(
     figures: Sequence[str], pass_: str, head_dim: int, causal: bool
 ) -> dict[tuple[str, str], dict[int, float]]:
-    """Return the curves that figures of the FA-2 paper publish.
+    """Return speeds that figures of the FA-2 paper publish, as curves.
 
     Parameters
     ----------
     figures : sequence of str
-        Figures, such as "Fig. 5".
+        Names of figures in the paper, such as "Fig. 5".
     pass_ : str
         The pass.
     head_dim : int
@@ -164,7 +169,10 @@ def published_speeds(
 
 
 def _over_fa1(rows: Sequence[Row]) -> list[float]:
-    """Return FA-2's speed over FA-1's at each problem, with FA-1's faster grid."""
+    """Return the ratios of FA-2's speed to FA-1's speed, one for each problem and pass.
+
+    Only the series on CUDA cores are compared. FA-1's speed is that of its faster grid.
+    """
     best: dict[tuple, dict[str, float]] = {}
     for row in rows:
         algorithm = row.series.split("-")[0]
@@ -205,26 +213,28 @@ def _legend(figure: Any, axes: Any, rows: Sequence[Row], study: Study) -> None:
 def table(
     study: Study, rows: Sequence[Row], caption: str, shown: Sequence[str] | None = None
 ) -> tables.Table | None:
-    """Return the table of a speed experiment: TFLOP/s of several series, and our FA-2 over torch.
+    """Return the table of a speed experiment: TFLOP/s of several series, and a ratio.
 
-    It shows the shortest and the longest length. With several passes it shows the longest length
-    only, with a mask if that is stored.
+    The last column is the speed of our FA-2 divided by the speed of torch's kernel. If the study
+    has one pass, the table shows the shortest and the longest sequence length, with all masks. If
+    the study has several passes, the table shows only the longest length, and the causal mask if it
+    was measured.
 
     Parameters
     ----------
     study : Study
         The experiment.
     rows : sequence of Row
-        Its rows.
+        Rows of the experiment.
     caption : str
-        Sentence above the table.
+        First sentence above the table.
     shown : sequence of str, optional
-        Series. Default: those of the figure.
+        Names of the series. Default: the series of the figure.
 
     Returns
     -------
     Table or None
-        None without rows of speed.
+        The table. None if no row contains a speed.
     """
     shown = shown or study.drawn
     mine = [r for r in rows if r.metric == "speed" and r.series in study.series]

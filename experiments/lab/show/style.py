@@ -1,4 +1,4 @@
-"""One look for all figures, saved so that equal figures are equal files, byte for byte.
+"""The common look of all figures. Equal figures are saved as files with equal bytes.
 
 matplotlib is imported only when something is drawn, so that measuring works without it.
 """
@@ -18,8 +18,8 @@ from ..record import write_if_changed
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Mostly the Okabe-Ito set: those of a panel are told apart by people with any colour vision. The
-# same algorithm on another unit looks the same, unless the unit has looks of its own.
+# Mostly the Okabe-Ito colours, which people with any colour vision can tell apart. An algorithm has
+# the same colour and marker on every unit, unless the unit defines other ones (`Unit.looks`).
 _COLOURS = {
     "standard-simt": "#D55E00",
     "fa1-simt": "#0072B2",
@@ -37,7 +37,7 @@ _COLOURS = {
     "fa2-auto": "#6000E6",
     "published": "#CC79A7",
     "model": "#666666",
-    # Published alone: no kernel of these is run here.
+    # These series are only published: no kernel of them is run here.
     "xformers": "#A05195",
     "triton": "#6B6ECF",
     "fa3": "#B22222",
@@ -63,7 +63,7 @@ MARKERS = OfSeries(
 )
 QUIET = "#555555"  # explanations
 WIDTH = 10.0  # inches; a README shows it about 800 pixels wide
-PAD = 0.06  # inches about what is drawn: no ink at the border
+PAD = 0.06  # inches of empty border
 RC: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
     "font.size": 11,
@@ -112,7 +112,7 @@ def new(
     import matplotlib
     from matplotlib.figure import Figure
 
-    # Whatever the user's matplotlibrc says.
+    # Figures must not depend on the user's matplotlibrc.
     matplotlib.rcdefaults()
     matplotlib.rcParams.update(RC)
     figure = Figure(figsize=(width, height), layout="constrained")
@@ -134,7 +134,7 @@ def empty(ax: Any, text: str) -> None:
 
 
 def patch(label: str, **look: Any) -> Any:
-    """Return a box for a legend.
+    """Return a coloured box for use as an entry of a legend.
 
     Parameters
     ----------
@@ -154,7 +154,7 @@ def patch(label: str, **look: Any) -> Any:
 
 
 def key(label: str, **look: Any) -> Any:
-    """Return a line for a legend, such as a dashed line with the text "backward".
+    """Return a line for use as an entry of a legend.
 
     Parameters
     ----------
@@ -174,7 +174,7 @@ def key(label: str, **look: Any) -> Any:
 
 
 def handles(axes: Any) -> dict[str, Any]:
-    """Return the legend entries of several panels, each label once.
+    """Return the legend entries of several panels. Each label occurs once.
 
     Parameters
     ----------
@@ -184,7 +184,7 @@ def handles(axes: Any) -> dict[str, Any]:
     Returns
     -------
     dict of str to artist
-        Label to the first artist with it.
+        Maps a label to the first artist that has this label.
     """
     found: dict[str, Any] = {}
     for ax in np.atleast_1d(axes).flat:
@@ -194,16 +194,16 @@ def handles(axes: Any) -> dict[str, Any]:
 
 
 def line(ax: Any, points: Mapping[Any, Any] | Iterable[Any], like: str = "", **look: Any) -> None:
-    """Draw points that a line connects; nothing if there are no points.
+    """Draw points that are connected by a line. Draw nothing if there are no points.
 
     Parameters
     ----------
     ax : Axes
         The panel.
     points : mapping or iterable of pairs
-        Maps x to y.
+        Maps x to y, or contains pairs (x, y).
     like : str, default ""
-        Name of the series whose colour and marker the line has.
+        Name of a series. The line gets the colour and the marker of this series.
     **look
         Options of matplotlib's `Axes.plot`.
     """
@@ -214,14 +214,14 @@ def line(ax: Any, points: Mapping[Any, Any] | Iterable[Any], like: str = "", **l
 
 
 def bars(ax: Any, shown: Sequence[tuple[str, float, str, str]]) -> None:
-    """Draw horizontal bars, the first at the top.
+    """Draw horizontal bars. The first bar is at the top.
 
     Parameters
     ----------
     ax : Axes
         The panel.
     shown : sequence of (str, float, str, str)
-        Name, length, colour and text of each bar.
+        For each bar: its label at the axis, its length, its colour, and the text at its end.
     """
     for at, (_, value, color, text) in enumerate(shown):
         ax.barh(at, value, height=0.62, color=color)
@@ -233,7 +233,7 @@ def bars(ax: Any, shown: Sequence[tuple[str, float, str, str]]) -> None:
 
 
 def sizes(ax: Any, values: Sequence[int], name: str, every: int = 1) -> None:
-    """Draw the x axis as a log2 axis with ticks at the given sizes; 1024 is written "1k".
+    """Make the x axis logarithmic (base 2), with ticks at the given sizes. 1024 is written "1k".
 
     Parameters
     ----------
@@ -244,7 +244,7 @@ def sizes(ax: Any, values: Sequence[int], name: str, every: int = 1) -> None:
     name : str
         Label of the axis.
     every : int, default 1
-        Draw a tick only at every n-th size, where n is this number.
+        Number n: a tick is drawn at every n-th size.
     """
     from matplotlib.ticker import NullLocator
 
@@ -260,7 +260,7 @@ def sizes(ax: Any, values: Sequence[int], name: str, every: int = 1) -> None:
 def legend(
     figure: Figure, handles: Sequence[Any], title: str, ncols: int = 3, about: str = ""
 ) -> None:
-    """Put a title, smaller lines and a legend on top of a figure.
+    """Put a title and a legend at the top of a figure, with smaller lines between them.
 
     Parameters
     ----------
@@ -271,7 +271,7 @@ def legend(
     title : str
         The title.
     ncols : int, default 3
-        Columns of the legend.
+        Number of columns of the legend.
     about : str, default ""
         Lines below the title, in a smaller font.
     """
@@ -288,7 +288,7 @@ def legend(
 
 
 def short(value: float) -> str:
-    """Return a number as text, with multiples of 1024 as "1k", "64k".
+    """Return a number as text. Multiples of 1024 are written as "1k" or "64k".
 
     Parameters
     ----------
@@ -309,7 +309,7 @@ def short(value: float) -> str:
 
 
 def plain_ticks(axis: Any, label: Any = lambda value, _position: f"{value:g}") -> None:
-    """Label the major ticks of an axis, and no minor ticks.
+    """Label the major ticks of an axis, and remove the labels of minor ticks.
 
     Parameters
     ----------
@@ -325,9 +325,9 @@ def plain_ticks(axis: Any, label: Any = lambda value, _position: f"{value:g}") -
 
 
 def log(axis: Any, base: int = 10) -> None:
-    """Make an axis logarithmic, with plain numbers at its major ticks.
+    """Make an axis logarithmic, and write plain numbers at its major ticks.
 
-    A decimal axis of up to two decades has ticks at 1, 2 and 5.
+    An axis with base 10 has ticks at 1, 2 and 5 of each decade if it covers at most two decades.
 
     Parameters
     ----------
@@ -351,7 +351,7 @@ def log(axis: Any, base: int = 10) -> None:
 
 
 def byte_axis(axis: Any) -> None:
-    """Label the ticks of a logarithmic axis of bytes in MB, GB, TB (powers of ten).
+    """Label the ticks of an axis of bytes with MB, GB and TB (powers of ten).
 
     Parameters
     ----------
@@ -364,7 +364,7 @@ def byte_axis(axis: Any) -> None:
 
 
 def _settle(figure: Figure) -> None:
-    """Lay out the panels and round their positions, as an SVG depends on the last bits."""
+    """Lay out the panels and round their positions: an SVG file depends on the last bits."""
     engine = figure.get_layout_engine()
     if engine is not None:
         engine.execute(figure)
@@ -375,7 +375,10 @@ def _settle(figure: Figure) -> None:
 
 
 def _show_single_points(figure: Figure) -> None:
-    """Draw a short dash for each line that has a single point, which would be invisible."""
+    """Give each line that consists of a single point a short dash as its marker.
+
+    Without a marker, a single point would be invisible. Lines with a marker are not changed.
+    """
     for ax in figure.axes:
         for line in ax.lines:
             if np.size(line.get_xdata()) == 1 and line.get_marker() in ("None", "none", "", " "):
@@ -385,7 +388,9 @@ def _show_single_points(figure: Figure) -> None:
 
 
 def texts(artist: Any) -> Iterator[Any]:
-    """Yield the texts in an artist, without the labels of minor ticks, which are slow to make.
+    """Yield the texts in a figure or in a part of a figure.
+
+    Labels of minor ticks are left out, because they are slow to make.
 
     Parameters
     ----------
@@ -410,7 +415,7 @@ def texts(artist: Any) -> Iterator[Any]:
 
 
 def lay_out(figure: Figure, footnote: str) -> None:
-    """Place the footnote and lay out the panels. `save` calls this before it writes the files.
+    """Place the footnote and the panels of a figure. `save` calls this before it writes the files.
 
     Parameters
     ----------
@@ -439,7 +444,7 @@ def lay_out(figure: Figure, footnote: str) -> None:
 
 
 def save(figure: Figure, stem: Path, footnote: str) -> list[Path]:
-    """Write a figure as SVG and as PNG, with a footnote.
+    """Write a figure as an SVG file and as a PNG file, with a footnote.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""What all tables of the pages share: captions, Markdown, and how a cell is written."""
+"""The parts that all tables of the pages share: captions, Markdown, and texts of cells."""
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,7 +19,7 @@ class Table:
     Parameters
     ----------
     caption : str
-        Sentences above the table. The page adds where the numbers are from.
+        Sentences above the table. The page adds a sentence about the origin of the numbers.
     body : str
         The table in Markdown.
     """
@@ -28,27 +28,28 @@ class Table:
     body: str
 
 
-# From an experiment's stored rows; None where they hold nothing of the table.
+# A function from stored rows to a table; None if the rows contain nothing for the table.
 Make = Callable[..., Table | None]
 
 
 @dataclass(frozen=True)
 class Across:
-    """A table that uses rows of several experiments. Call it with rows to get the `Table`.
+    """Makes a table from rows of several experiments. Call it with the rows to get the `Table`.
 
     Parameters
     ----------
     make : callable
-        Takes the rows and returns a `Table`, or None without rows for it.
+        Takes the rows and returns a `Table`, or None if the rows contain nothing for the table.
     experiments : tuple of str
         Names of the experiments.
     cites : bool, default True
-        Whether the page adds where the numbers are from. False if the cells say where they are
-        from.
+        Whether the page adds a sentence about the origin of the numbers. False if the cells contain
+        the origin.
     timed : bool, default False
-        Whether `make` also takes the seconds of each recording, by experiment.
+        Whether `make` also takes a dictionary from experiments to the measuring time of their
+        recordings, in seconds.
     machine : str, default ""
-        GPU whose recordings are used. Empty: the page's GPU.
+        GPU whose recordings are used. Empty: the GPU that `report.gpu` returns.
     """
 
     make: Callable[..., Table | None]
@@ -89,7 +90,7 @@ def markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 
 def of(caption: str, header: Sequence[str], lines: Sequence[Sequence[str]]) -> Table | None:
-    """Return a table; None if it has no lines.
+    """Return a table made of a header and lines; None if there are no lines.
 
     Parameters
     ----------
@@ -109,13 +110,13 @@ def of(caption: str, header: Sequence[str], lines: Sequence[Sequence[str]]) -> T
 
 
 def cell(row: Row | None, shown: Callable[[float], str]) -> str:
-    """Return the text of a cell with a row's value.
+    """Return the text of a table cell that shows the value of a row of data.
 
     Parameters
     ----------
     row : Row or None
-        The row.
-    shown : callable
+        The row of data.
+            shown : callable
         Takes the value and returns its text.
 
     Returns
@@ -129,7 +130,7 @@ def cell(row: Row | None, shown: Callable[[float], str]) -> str:
 
 
 def number(values: Mapping[Any, float | None], key: Any, form: str) -> str:
-    """Return the text of a cell with a value of a mapping.
+    """Return the text of a table cell that shows one value of a mapping.
 
     Parameters
     ----------
@@ -143,18 +144,18 @@ def number(values: Mapping[Any, float | None], key: Any, form: str) -> str:
     Returns
     -------
     str
-        The formatted value; a dash if there is none.
+        The formatted value; a dash if the key is missing or the value is None.
     """
     value = values.get(key)
     return MISSING if value is None else format(value, form)
 
 
-# The first columns of many a table, and a problem's cells in them.
+# The first columns of many tables. `problem_cells` returns their cells.
 PROBLEM = ("d", "causal", "N")
 
 
 def problem_cells(problem: Problem) -> list[str]:
-    """Return the cells of a problem: head dimension, causal, sequence length.
+    """Return the table cells that identify a problem: head dimension, causal, sequence length.
 
     Parameters
     ----------
@@ -170,7 +171,7 @@ def problem_cells(problem: Problem) -> list[str]:
 
 
 def spread(ratios: Sequence[float]) -> str:
-    """Return least, median and greatest ratio as text; a dash if there are none.
+    """Return the minimum, the median and the maximum of ratios as text.
 
     Parameters
     ----------
@@ -180,7 +181,7 @@ def spread(ratios: Sequence[float]) -> str:
     Returns
     -------
     str
-        The text.
+        Three numbers with two decimals; a dash if there are no ratios.
 
     Examples
     --------
@@ -193,18 +194,18 @@ def spread(ratios: Sequence[float]) -> str:
 
 
 def between(values: Sequence[float]) -> str:
-    """Return the least and the greatest value as text; empty if there are none.
+    """Return the minimum and the maximum of values as text.
 
     Parameters
     ----------
     values : sequence of float
-        The values. If the least value is 4 or more, both are written without decimals, else with
-        one decimal.
+        The values. If the minimum is at least 4, both numbers are written without decimals,
+        otherwise with one decimal.
 
     Returns
     -------
     str
-        The text.
+        The text, such as "5 to 135". Empty if there are no values.
 
     Examples
     --------
@@ -217,14 +218,14 @@ def between(values: Sequence[float]) -> str:
 
 
 def span(values: Iterable[float], form: str = ".2f") -> str:
-    """Return the least and the greatest value as text, or one number if both look the same.
+    """Return the minimum and the maximum of values as text, or one number if both have equal text.
 
     Parameters
     ----------
     values : iterable of float
         The values, at least one.
     form : str, default ".2f"
-        Format.
+        Format of a number.
 
     Returns
     -------
@@ -257,7 +258,7 @@ def yes_no(causal: bool) -> str:
 
 
 def sizes(row: Row) -> tuple[int, int, bool]:
-    """Return the three sizes in which the problems of most experiments differ.
+    """Return sequence length, head dimension and mask, in which most experiments' problems differ.
 
     Parameters
     ----------
@@ -267,15 +268,15 @@ def sizes(row: Row) -> tuple[int, int, bool]:
     Returns
     -------
     tuple
-        Sequence length, head dimension, causal.
+        (seqlen_q, head_dim, causal).
     """
     return row.seqlen_q, row.head_dim, row.causal
 
 
 def runs(rows: Iterable[Row]) -> str:
-    """Return a text that says how many runs each median is from.
+    """Return text that says of how many runs the values are medians.
 
-    An example is "medians of 5 to 20 runs".
+    An example of the text is "medians of 5 to 20 runs".
 
     Parameters
     ----------
@@ -302,7 +303,7 @@ def fewer_runs(rows: Iterable[Row], least: int = 5) -> str:
     rows : iterable of Row
         Rows.
     least : int, default 5
-        Medians of fewer runs than this are mentioned.
+        Times with fewer runs than this are mentioned.
 
     Returns
     -------

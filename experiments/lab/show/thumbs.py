@@ -1,4 +1,4 @@
-"""Small figures for the README: one panel of an experiment's rows, a third of the page wide."""
+"""Small figures for the README: each shows one panel of an experiment, a third of the page wide."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,26 +16,26 @@ WIDTH, HEIGHT = 3.4, 2.9  # inches; shown some 270 pixels wide
 
 @dataclass(frozen=True)
 class Thumb:
-    """What a small figure shows.
+    """The content of a small figure: which rows it shows, and its texts.
 
     Parameters
     ----------
     title : str
-        Title.
+        Title of the figure.
     series : mapping of str to str
-        Series to its label.
+        Maps the name of a series to its label.
     y : str
         Label of the y axis.
     fields : mapping
-        Fields of the rows, as for `record.select`.
+        Attributes of the rows to show, and their values, as for `record.select`.
     x : str, default "seqlen_q"
-        Column of the x axis.
+        Attribute of a row that gives x.
     unit : float, default 1.0
-        Values are divided by it.
+        Number by which the values are divided.
     log : bool, default True
         Whether the y axis is logarithmic.
     tokens : bool, default False
-        Whether only problems with 16k tokens are shown.
+        Whether only problems with 16k tokens (batch times sequence length) are shown.
     """
 
     title: str
@@ -48,7 +48,7 @@ class Thumb:
     tokens: bool = False
 
     def points(self, rows: Sequence[Row], series: str) -> list[tuple[int, float]]:
-        """Return the points of a series, sorted; counts on the emulator are left out.
+        """Return the points (x, y) of a series, sorted. Counts of the emulator are left out.
 
         Parameters
         ----------
@@ -108,7 +108,7 @@ THUMBS = {
 
 
 def figures(experiment: Experiment) -> dict[str, Callable[[Sequence[Row]], Any]]:
-    """Return an experiment's further figures: its own, and the small one for the README.
+    """Return the further figures of an experiment, and its small figure for the README.
 
     Parameters
     ----------
@@ -118,7 +118,7 @@ def figures(experiment: Experiment) -> dict[str, Callable[[Sequence[Row]], Any]]
     Returns
     -------
     dict of str to callable
-        File name to a function of the rows, like `draw`.
+        Maps the name of a file to a function that takes rows and returns a figure.
     """
     name = getattr(experiment, "__name__", "").rpartition(".")[2]
     small = {name + SUFFIX: partial(draw, name)} if name in THUMBS else {}
@@ -133,12 +133,12 @@ def draw(experiment: str, rows: Sequence[Row]) -> Any:
     experiment : str
         Name of the experiment.
     rows : sequence of Row
-        Its rows.
+        Rows of the experiment.
 
     Returns
     -------
     Figure or None
-        None if a series has no points.
+        The figure. None if a series has no points.
     """
     thumb = THUMBS[experiment]
     lines = {series: thumb.points(rows, series) for series in thumb.series}
