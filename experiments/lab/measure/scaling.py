@@ -359,7 +359,7 @@ def equal(rows: Sequence[Row]) -> str:
     rows : sequence of Row
         Rows with source "counted" and "model".
 
-        Returns
+    Returns
     -------
     str
         The sentence, with a blank before it. Empty if `rows` contains no counted number.

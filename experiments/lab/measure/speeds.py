@@ -137,11 +137,11 @@ def measure(study: Study, options: Options, bench: Bench) -> Iterator[Row]:
     bench : Bench
         Where the experiment runs.
 
-        Yields
-        ------
-        Row
-            Rows of time, speed, error and memory. If torch is installed, also the speed of torch's
-            matrix product.
+    Yields
+    ------
+    Row
+        Rows of time, speed, error and memory. If torch is installed, also the speed of torch's
+        matrix product.
     """
     lengths = options.seqlens or (study.seqlens[:2] if options.quick else study.seqlens)
     every = (*HEAD_DIMS, *study.forward_dims)

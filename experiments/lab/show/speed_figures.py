@@ -105,10 +105,10 @@ def forward(rows: Sequence[Row], shown: Sequence[str], message: str) -> Any:
     ----------
     rows : sequence of Row
         Rows of data.
-            shown : sequence of str
-                Names of the series to draw.
-            message : str
-                First line of the title.
+    shown : sequence of str
+        Names of the series to draw.
+    message : str
+        First line of the title.
 
     Returns
     -------

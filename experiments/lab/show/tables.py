@@ -116,7 +116,7 @@ def cell(row: Row | None, shown: Callable[[float], str]) -> str:
     ----------
     row : Row or None
         The row of data.
-            shown : callable
+    shown : callable
         Takes the value and returns its text.
 
     Returns
