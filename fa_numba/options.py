@@ -768,7 +768,7 @@ class Features:
         return self.score_mod is not None and beside
 
     @property
-    def given(self) -> Text:
+    def kept_scores_text(self) -> Text:
         """Text of the function that is computed from the kept scores, or an empty text.
 
         It is the text of ``score_mod`` if only the function and its derivative are computed from

@@ -563,12 +563,13 @@ class Executed:
 
     def of_score(self, text, scale=1.0, unit=1.0):
         """Return a function of (score, b, h, i, j) by a ``mods.Text``."""
-        lead, first, own = map(self.of_text, (text.lead, text.first, text.text))
+        texts = text.score_factor, text.inner, text.text
+        score_factor, inner, own = map(self.of_text, texts)
 
         def mod(score, b, h, i, j):
-            x = lead(scale, self.options) * (score / scale)
-            given = first(x) if first else x, unit
-            return own(given, b, h, i, j, max(i, j) - 1, self.options)
+            x = score_factor(scale, self.options) * (score / scale)
+            pair = inner(x) if inner else x, unit
+            return own(pair, b, h, i, j, max(i, j) - 1, self.options)
 
         return mod
 

@@ -1,23 +1,25 @@
-"""Functions of the caller's that run in kernels: ``score_mod``, ``mask_mod``, ``score_mod_grad``.
+"""The caller's functions that kernels call: ``score_mod``, ``mask_mod`` and ``score_mod_grad``.
 
-A function is read, not run. A ``Mod`` is what kernels have of it: the text of a function for
-kernels, with a type for every value, and the texts of its derivatives. The caller's names do not
-occur in these texts. Two functions of equal code, which capture values of equal types, therefore
-share a kernel. The captured values are passed to the kernel. The modules between a function and its
-texts are:
+This package reads the source of such a function and translates it to a ``Mod``. A ``Mod`` contains
+Python source text ("text" in this package) of functions that numba compiles for kernels: the
+caller's function with a type for every value, and its derivatives. The texts do not contain the
+names that the caller chose. Two functions with equal code that capture values of equal types
+therefore share a kernel. The captured values are passed to the kernel. The modules of this package
+are:
 
     source      the function's syntax tree, and the values that it captures
     allowed     what a function may contain, and the error for anything else
     reading     the walk over the syntax tree, which writes a statement for each operation
-    slopes      the rules of derivatives: of each operation, the value and its slope
+    slopes      the value and the slope (derivative) of each operation
     growth      the rules for values that grow like an exponential function and overflow
     chain       sums and products of slopes
     kinds       the type of each value
-    sharing     the statements, and which values all scores of a tile share
-    needed      which statements a result needs
-    writing     the text of the value, of its slope by the score, or of both
-    gradients   the text that adds to the gradients of captured arrays
+    sharing     the list of statements, and which values are equal for all scores of a tile
+    needed      removes statements that a result does not need
+    writing     the text of the value, of its slope with respect to the score, or of both
+    gradients   the texts that add to the gradients of captured arrays
     positions   where a function reads an element of a captured array
+    blocks      block masks: the blocks of S that a ``mask_mod`` hides
     captures    numbers that are computed from captured numbers, before a call
     evaluating  the same function evaluated in float64, for the reference
 """
@@ -49,60 +51,65 @@ from .writing import written
 
 @dataclass(frozen=True)
 class Mod:
-    """A function of the caller's as a kernel has it.
+    """A caller's function, translated to texts that kernels are compiled with.
 
-    ``option`` is what it was given as. ``value`` is the text of its function, ``slope`` that of its
-    derivative with respect to the score, empty where it has none, and ``both`` gives the two. They
-    take the option's parameters, but for the score a pair: a product of it, whose factor the
-    ``lead`` of the text gives of a scale and ``options``, and the unit in which the value is
-    returned. And ``origin``, a row or column near to i and j, which changes nothing; and
-    ``options``, a kernel's last argument, with a field
-    ``<option>_<n>`` for each of ``captures`` in their order: "int32", "float32" or "bool" for a
-    number, with axes, "float32[2]", for an array. ``inside``: it may be called inside of the matrix
-    alone, as one that reads an array at a row or column. ``steady``: the derivative is finite by
-    any finite score. ``gradient`` is about the float32 arrays that a ``score_mod``'s result depends
-    on, None where there are none. ``shown`` is its name and where it stands.
+    The functions of the texts take these arguments:
+
+    - ``score_and_factor``, a pair, only for ``score_mod`` and ``score_mod_grad``. The first number
+      is the product of Q and K times the factor that the function in ``Text.score_factor`` returns.
+      If there is a function in ``Text.inner``, that function was applied to the number. The second
+      number of the pair is a factor by which the function multiplies the value that it returns.
+    - ``b``, ``h``, ``i`` and ``j``: batch entry, query head, row and column, as int32.
+    - ``origin``: a row or column near i and j. It does not change the result, but the compiler can
+      compute differences such as ``i - origin`` when it compiles the kernel.
+    - ``options``: the last argument of the kernel. It has a field ``<option>_<n>`` for the captured
+      value number n.
     """
 
-    option: str
-    value: Text
-    slope: Text
-    both: Text
-    captures: tuple[str, ...]
-    inside: bool
-    steady: bool
-    gradient: Gradient | None
-    shown: str = field(compare=False)
+    option: str  # "score_mod", "mask_mod" or "score_mod_grad"
+    value: Text  # returns the value of the caller's function
+    slope: Text  # returns the derivative with respect to the score; empty if not a score_mod
+    both: Text  # returns the pair (value, slope); empty if not a score_mod
+    captures: tuple[str, ...]  # types of the captured values, such as "int32" or "float32[2]"
+    inside: bool  # i and j must be a row and a column of S, such as to be indices of an array
+    steady: bool  # the derivative is finite for every finite score
+    gradient: Gradient | None  # for the float32 arrays on which the result of a score_mod depends
+    shown: str = field(compare=False)  # name, file and line of the function, for messages
 
     def __repr__(self) -> str:
         return self.shown
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """What ``captures`` are called in a kernel."""
+        """Names of the captured values in the kernel's argument ``options``."""
         return tuple(f"{self.option}_{n}" for n in range(len(self.captures)))
 
     @property
     def differentiated(self) -> dict[str, str]:
-        """Of the fields that are float32 arrays, by what their gradients are called in a kernel."""
+        """Map the name of each gradient in a kernel to the name of the captured float32 array."""
         both = zip(self.fields, self.captures, strict=True)
         return {f"d{name}": name for name, kind in both if kind.startswith("float32[")}
 
     @property
     def adds(self) -> bool:
-        """Whether it adds to the score what the score has no part in, so that its slope is 1."""
+        """Whether the slope is 1: the function only adds a term that does not contain the score."""
         return self.slope.text.endswith(f"return {ONE}\n")
 
 
 def slope_of(score_mod: Mod | None, score_mod_grad: Mod | None) -> Mod | None:
-    """The function whose slope scores have, or that as which it is given; None where it is 1."""
+    """Return the ``Mod`` that gives the slope of the scores: ``score_mod_grad`` if there is one.
+
+    Return None if there is no function, or if the slope of ``score_mod`` is 1 everywhere.
+    """
     mod = score_mod_grad or score_mod
     return None if mod is None or mod.adds else mod
 
 
 class Captured(NamedTuple):
-    """A ``Mod``, and what its function captures now by name: numbers, what is made of these, and
-    arrays.
+    """A ``Mod``, and the pairs (name, value) of everything that its function captures now.
+
+    A value is a captured number, a captured array, or a number that is computed from captured
+    numbers. The name of a computed number is the text that computes the number.
     """
 
     mod: Mod
@@ -110,12 +117,18 @@ class Captured(NamedTuple):
 
 
 def captured(option: str, function: Any) -> Captured:
-    """What kernels have of a caller's function, given as ``option``.
+    """Translate a caller's function for kernels, and return its captured values with the ``Mod``.
 
-    Raises TypeError for what is no function of the option's parameters, or captures what is neither
-    number nor array of float32, int32 or bool; ValueError for one whose source is not at hand, that
-    says what a kernel cannot or divides an integer by a captured -2^31, whose size is no int32. The
-    message names it, where it stands and what is allowed.
+    ``option`` is "score_mod", "mask_mod" or "score_mod_grad". Raises TypeError unless ``function``
+    is a Python function with the parameters of the option. Raises ValueError in these cases:
+
+    - The source of the function cannot be read.
+    - The function contains syntax that kernels do not support.
+    - The function uses a captured value that is not a number, or not an array of float32, int32 or
+      bool.
+    - The function divides an integer by a captured -2^31, whose absolute value is not an int32.
+
+    The message gives the name, file and line of the function, and what is allowed.
     """
     source = source_of(option, function, len(PARAMETERS[option]))
     values = source.outside(function)
@@ -136,7 +149,8 @@ def captured(option: str, function: Any) -> Captured:
 def parameters_read(option: str, function: Any) -> tuple[str, ...]:
     """Return the parameters that a caller's function uses, by their names in ``PARAMETERS``.
 
-    Raises as ``captured`` does for a function whose source cannot be read.
+    Raises the errors of ``captured`` for objects that are not functions of the option's parameters,
+    and for functions whose source cannot be read.
     """
     names = PARAMETERS[option]
     source = source_of(option, function, len(names))
@@ -144,14 +158,17 @@ def parameters_read(option: str, function: Any) -> tuple[str, ...]:
 
 
 def as_mod(option: str, value: Any) -> Mod | None:
-    """``value`` if it is a ``Mod``, that of a function, and None for None."""
+    """Return the ``Mod`` of a caller's function. A ``Mod`` and None are returned unchanged."""
     if value is None or isinstance(value, Mod):
         return value
     return captured(option, value).mod
 
 
 def holding(function: FunctionType, values: Mapping[str, Any]) -> FunctionType:
-    """The function with these values of what it captures by name, whatever becomes of them."""
+    """Return a copy of the function that uses ``values`` for the captured variables of these names.
+
+    Later assignments to the original variables do not change the copy.
+    """
     free = function.__code__.co_freevars
     cells = zip(free, function.__closure__ or (), strict=True)
     closure = tuple(CellType(values[name]) if name in values else cell for name, cell in cells)
@@ -159,7 +176,11 @@ def holding(function: FunctionType, values: Mapping[str, Any]) -> FunctionType:
 
 
 def evaluated(option: str, function: Any, values: Mapping[str, Any]) -> FunctionType:
-    """``holding`` for Python, where it computes in float64 what a kernel does in float32."""
+    """Return the function with these captured values, for evaluation in float64 by Python.
+
+    Kernels compute in float32. Where Python would raise, the function returns inf or NaN like a GPU
+    (module ``evaluating``).
+    """
     source = source_of(option, function, len(PARAMETERS[option]))
     return evaluating(source, {**source.outside(function), **values})
 
@@ -168,8 +189,10 @@ def evaluated(option: str, function: Any, values: Mapping[str, Any]) -> Function
 def _written(
     option: str, source: Source, kinds: tuple[tuple[str, str], ...]
 ) -> tuple[Mod, tuple[str, ...], tuple[str, ...]]:
-    """The function as kernels have it, the names of what it captures, and of those by which it
-    divides integers.
+    """Translate a function whose captured values have these kinds, ``(name, kind)`` each.
+
+    Return the ``Mod``, the names of its captured values in their order, and the names of the
+    captured integers by which the function divides integers.
     """
     known, fields = dict(kinds), dict[str, str]()
     value, inside, _ = written(option, source, known, fields)
@@ -186,11 +209,15 @@ def _written(
 
 
 @functools.cache
-def function_of(text: str, **beside: Any) -> Callable[..., Any]:
-    """The function of a ``Mod``'s text, for the emulator too; ``beside`` is what it calls."""
+def function_of(text: str, **called: Any) -> Callable[..., Any]:
+    """Compile the text of a ``Mod`` and return its Python function.
+
+    The emulator runs this function, and numba compiles it for a GPU. ``called`` are the functions
+    that the text calls, by name, in addition to ``math`` and the types.
+    """
     name = f"<fa_numba.mods {hashlib.sha256(text.encode()).hexdigest()[:16]}>"
     linecache.cache[name] = len(text), None, text.splitlines(keepends=True), name
     known: dict[str, Any] = {"__name__": __name__, "math": math}
-    known |= {"int32": int32, "uint32": uint32, "float32": float32, **beside}
+    known |= {"int32": int32, "uint32": uint32, "float32": float32, **called}
     exec(compile(text, name, "exec"), known)
     return known["mod"]

@@ -36,7 +36,11 @@ _NAMED = {
 
 
 class Refused(Exception):
-    """The caller's function contains ``what``, which a kernel does not support, in ``line``."""
+    """The caller's function contains something that kernels do not support.
+
+    The exception's text names it, and ``line`` is its line in the caller's file. ``writing`` turns
+    this exception into a ValueError.
+    """
 
     def __init__(self, what: str, node: ast.AST) -> None:
         super().__init__(what)
@@ -44,11 +48,11 @@ class Refused(Exception):
 
 
 def undefined(name: str, node: ast.AST) -> Refused:
-    """Return the refusal of a name that has no value."""
+    """Return the ``Refused`` exception for a name that has no value."""
     return Refused(f"{name} (a name that is not defined; import or define it)", node)
 
 
 def what(node: ast.AST) -> str:
-    """Return the words for a syntax that is not allowed."""
+    """Return the words for a syntax node in an error message, such as "a loop" or its source."""
     named = next((words for kind, words in _NAMED.items() if isinstance(node, kind)), "")
     return named or f"`{ast.unparse(node)}`"

@@ -32,9 +32,9 @@ def states_of_tiles(
     """Return the states of tiles from the states of blocks of another size.
 
     A tile is empty if all blocks that it overlaps are empty, and full if all are full. Every other
-    tile is mixed, so that a kernel evaluates the function for each of its elements. This is right
-    for all sizes. Tiles that consist of complete blocks get the state that a mask of their own size
-    has. A tile inside of a mixed block is mixed.
+    tile is mixed, and a kernel evaluates the function for each element of a mixed tile. Sizes of
+    blocks and tiles may be arbitrary. A tile that consists of complete blocks gets the exact state.
+    A tile inside of a mixed block is mixed.
 
     Parameters
     ----------
@@ -69,7 +69,11 @@ def _over_tiles(
     tile: int,
     seqlen: int,
 ) -> np.ndarray:
-    """Return ``pick`` of the blocks that each tile overlaps along an axis."""
+    """Reduce the states of the blocks that each tile overlaps along an axis.
+
+    ``pick`` is ``numpy.minimum`` or ``numpy.maximum``. ``size`` and ``tile`` are the numbers of
+    rows (or columns) of a block and of a tile, and ``seqlen`` is the number of all rows (columns).
+    """
     begin = np.arange(ceil_div(seqlen, tile)) * tile
     first, last = begin // size, (np.minimum(begin + tile, seqlen) - 1) // size
     found = blocks.take(first, axis)
@@ -81,9 +85,10 @@ def _over_tiles(
 def next_visited(visited: np.ndarray, axis: int) -> np.ndarray:
     """Return, for each block along an axis, the number of the next visited block.
 
-    Axis -1 goes along the columns of a block row, axis -2 along the rows of a block column. The
-    result contains the number of the first visited block at or after each block. If there is none,
-    and at the end, it contains the number of blocks.
+    ``visited`` is bool, shape (..., block rows, block columns). Axis -1 goes along the columns of a
+    block row, axis -2 along the rows of a block column. Element n of the result is the number of
+    the first visited block at or after block n, or the number of blocks if there is none. The
+    result is int32, moves ``axis`` to the end, and has one more element there.
     """
     along = np.moveaxis(visited, axis, -1)
     count = along.shape[-1]
@@ -211,7 +216,7 @@ class BlockMask:
                 )
 
     def visited_tiles(self, problem: Any, tile: Any = None) -> np.ndarray | None:
-        """Return whether a call visits each tile, for the rows and columns that the call has.
+        """Return which tiles a call visits, for the numbers of rows and columns of the call.
 
         Parameters
         ----------
@@ -262,7 +267,7 @@ class BlockMask:
             )
         others = {f.name: getattr(self, f.name) for f in fields(self)}
         del others["mask_mod"], others["captured"], others["reads"]
-        # Of what the function uses only what has a name in it; the rest is made of that.
+        # Only captured variables are stored. Computed numbers, whose names are texts, are not.
         values = {n: x for n, x in self.captured.values if n.isidentifier()}
         return _loaded, (module, name, values, self.captured.mod.value, others)
 
@@ -282,9 +287,11 @@ class BlockMask:
 def _loaded(
     module: str, name: str, values: Mapping[str, Any], text: Any, others: Mapping[str, Any]
 ) -> BlockMask:
-    """Return the mask that was pickled, with the function of this name and these values.
+    """Load a pickled block mask: import its function by name and give it the stored values.
 
-    Raises ValueError if the function is not the one that the blocks were made by.
+    ``values`` are the captured values by name, ``text`` is the translated function when the mask
+    was pickled, and ``others`` are the other fields of the ``BlockMask``. Raises ValueError if the
+    code of the function has changed since then.
     """
     found: Any = importlib.import_module(module)
     for part in name.split("."):

@@ -1,7 +1,8 @@
 """Sums and products of slopes, by the chain rule.
 
-A slope is the derivative of a value by the score or by one element of a captured array. A slope of
-None is 0 and costs nothing.
+A slope is the derivative of a value with respect to the score, or with respect to one element of a
+captured array. The methods take and return the names of slopes in the text. None stands for a slope
+of 0, for which no statement is written.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ ZERO = "float32(0.0)"
 
 
 class Chained(Conversions):
-    """Statements that combine slopes."""
+    """Writes the statements that add and multiply slopes."""
 
     def times(self, slope: str | None, factor: str, finite: bool = False) -> str | None:
-        """Return the slope times a factor. ``finite``: the factor is finite, though not shared."""
+        """Return the slope times a factor.
+
+        ``finite`` says that the factor is known to be finite. Shared factors count as finite.
+        """
         if slope is None:
             return None
         finite = self.steady_slope(slope) and (finite or self.is_shared(factor))

@@ -1,7 +1,11 @@
-"""A caller's function evaluated by Python, in float64, where a kernel evaluates it in float32.
+"""A caller's function for evaluation by Python in float64, for the reference implementation.
 
-What Python raises for is inf or NaN, integers have 32 bits, and a NaN is neither the least nor the
-largest of numbers, as on a GPU. But for that it is the function itself.
+Kernels evaluate the function in float32. In three respects, the function here behaves like a kernel
+and differs from plain Python:
+
+- Operations for which Python raises an error return inf or NaN.
+- Integers have 32 bits and wrap around.
+- ``min`` and ``max`` ignore NaN.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from fa_numba.emulator.namespace import CASTS, SETTLED
 from .source import Source
 
 _int32 = CASTS["int32"]
-_INTEGER = (int, np.integer)  # NumPy's are positions in an array, and elements of one
+_INTEGER = (int, np.integer)  # i, j and elements of captured arrays are NumPy integers
 
 
 def _settled(made: Any) -> Any:
@@ -68,10 +72,10 @@ _KNOWN |= {"_fa_float": float, "_fa_settled": _settled}
 
 
 class _Operations(ast.NodeTransformer):
-    """Calls in the place of operators.
+    """Replaces operators by calls of the functions above.
 
-    Of sums and products, which are the most, only those that give no float: `made if (made := a +
-    b).__class__ is float else settled(made)`.
+    Sums, differences and products are the most frequent operations, and most results are floats,
+    which need no call. They become `made if (made := a + b).__class__ is float else settled(made)`.
     """
 
     def __init__(self) -> None:
@@ -98,7 +102,7 @@ class _Operations(ast.NodeTransformer):
 
 
 def evaluating(source: Source, outside: Mapping[str, Any]) -> FunctionType:
-    """The function of this source, whose names from outside stand for these values."""
+    """Return the function of this source, with the values ``outside`` for its captured names."""
     module = ast.parse(f"def mod({', '.join(source.parameters)}): pass")
     module.body[0].body = copy.deepcopy(source.body)  # type: ignore[attr-defined]
     whole = ast.fix_missing_locations(_Operations().visit(module))

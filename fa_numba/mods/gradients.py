@@ -1,7 +1,8 @@
-"""The gradients of the float32 arrays that a function reads, as texts.
+"""Writes the texts that compute the gradients of the captured float32 arrays of a ``score_mod``.
 
-The function is written once for each element that it reads, with the slope by this element. What
-the gradient does not need is left out then.
+A function may read several elements of captured arrays, such as ``a[h] + t[i, j]``. For each such
+element, the function is written once with the slope with respect to that element. Statements that
+the gradients do not need are then removed.
 """
 
 from __future__ import annotations
@@ -17,39 +18,47 @@ _UNPACKED = "sums, at = kept"
 
 
 class Gradient(NamedTuple):
-    """The gradients of the float32 arrays that a function reads, as texts of three functions.
+    """The texts of three functions that add to the gradients of a function's float32 arrays.
 
-    ``each`` takes what the function's text takes, but the score and the gradient of the result, a
-    pair, first, and sums and positions of elements, ``kept``, last. ``each`` adds what one score
-    contributes to the gradient ``d<field>`` of each array, in one of three ways:
+    The arguments of the functions are ``each(score_and_ds, b, h, i, j, origin, options, kept)``,
+    ``rest(b, h, options, kept)`` and ``flush(options, kept)``. ``score_and_ds`` is a score and the
+    gradient of the function's result. ``kept`` is a pair of arrays in registers: sums,
+    ``(shared + merged,)`` float32, and positions of elements, ``(2 * merged,)`` uint32. ``each``
+    adds what one score contributes to the gradient ``options.d<field>`` of each array. An element
+    that the function reads belongs to one of three cases:
 
-    - Elements that do not depend on i and j, of which there are ``shared``: ``each`` adds to sums,
-      and ``rest``, of b, h, ``options`` and ``kept``, adds the sums to the gradient.
-    - Elements that neighbouring scores may share, of which there are ``merged``: ``each`` adds to
-      further sums as long as the position of the element stays the same, and ``flush``, of
-      ``options`` and ``kept``, adds what is left.
-    - Any other element: ``each`` adds to the gradient.
-
-    ``of_score``: the gradients depend on the score.
+    ============================================  ====================  ============================
+    position of the element                       ``each`` adds to      who adds to the gradient
+    ============================================  ====================  ============================
+    independent of i and j                        a sum                 ``rest`` adds the sum
+    may be equal for neighbouring scores, in an   a sum                 ``each`` adds the sum at a
+    array with one or two axes                                          new position, ``flush`` adds
+                                                                        the last sum
+    other                                         the gradient          ``each``
+    ============================================  ====================  ============================
     """
 
-    each: str
-    rest: str
-    flush: str
-    shared: int
-    merged: int
-    of_score: bool
+    each: str  # called for each score
+    rest: str  # called after the last score
+    flush: str  # called after the last score
+    shared: int  # number of elements of the first case
+    merged: int  # number of elements of the second case
+    of_score: bool  # whether the gradients depend on the score
 
     @property
     def scattered(self) -> bool:
-        """Whether there are elements to whose gradients each score adds by itself."""
+        """Whether ``each`` adds to gradients in global memory (the second or third case)."""
         return "add_global" in self.each
 
 
 def gradient_of(
     option: str, source: Source, kinds: dict[str, str], captured: dict[str, str]
 ) -> Gradient | None:
-    """Return the gradients of the float32 arrays on which the result depends; None without any."""
+    """Write the texts for the gradients of the float32 arrays on which the result depends.
+
+    Return None if the result depends on no float32 array. ``kinds`` and ``captured`` are the
+    arguments of ``writing.written``.
+    """
     reader = Reader(option, source, kinds, captured)
     reader.result("")
     found = []
@@ -78,8 +87,8 @@ def gradient_of(
             merged += 1
         else:
             adds += position.adding(by)
-    taken = ", ".join(("given", *PARAMETERS[option][1:], "origin", "options", "kept"))
-    of_each, read = needed(f"def mod({taken}):", ["score, ds = given", *each, *adds])
+    taken = ", ".join(("score_and_ds", *PARAMETERS[option][1:], "origin", "options", "kept"))
+    of_each, read = needed(f"def mod({taken}):", ["score, ds = score_and_ds", *each, *adds])
     of_rest, _ = needed("def mod(b, h, options, kept):", rest, flat=True)
     of_flush, _ = needed("def mod(options, kept):", flush)
     return Gradient(of_each, of_rest, of_flush, shared, merged, "score" in read)

@@ -1,15 +1,15 @@
-"""Values that grow like an exponential function, and overflow before what is made of them does.
+"""Rules for values that grow like an exponential function and overflow.
 
-In float32, exp(89) is infinite. The sigmoid 1 / (1 + exp(89)) is then 0, which is right. By the
-usual rule its slope is made of 0 * inf / inf, which is NaN. A value that grows therefore has a
-``Growth``: its slope as a product of a scale and a moderate slope, and its logarithm. The rules of
-quotients and logarithms use these:
+In float32, exp(89) is infinite. The sigmoid 1 / (1 + exp(89)) is then 0, which is right. The usual
+rule for the slope of the sigmoid computes 0 * inf / inf, which is NaN. A value that grows therefore
+has a ``Growth``: the slope of the value as a product of a scale and a moderate slope, and the
+logarithm of the value. The rules for quotients and logarithms use the ``Growth`` of b and a:
 
     b' / b   is  slope * (scale / b), where scale / b is 1 if b is infinite
     log(b)   is  the logarithm of the growth, if b is infinite
     a / b    is  exp(log(a) - log(b)), if both are infinite
 
-All other values have the usual rules.
+All other values follow the usual rules.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from .kinds import Growth, Term
 INFINITE = "float32(math.inf)"
 # Logarithms of math: their slope is this number times the slope of the natural logarithm.
 LOGARITHMS = {"log": 1.0, "log1p": 1.0, "log2": 1 / math.log(2), "log10": 1 / math.log(10)}
-# Functions of math that grow: the scale, the slope divided by scale and {x}', and the logarithm.
+# For each function of math that grows: the scale, the slope divided by the scale and by the slope
+# of {x} (empty for 1), and the logarithm. {x} is the argument and {y} the value of the function.
 _OF_MATH = {
     "exp": ("{y}", "", "{x}"),
     "expm1": ("{y} + float32(1.0)", "", "{x}"),
@@ -35,10 +36,14 @@ _OF_MATH = {
 
 
 class Growing(Chained):
-    """Statements about values that grow."""
+    """Writes the statements about values that grow like an exponential function."""
 
     def growth_of_math(self, name: str, x: str, y: str, slope: str | None) -> Growth | None:
-        """Return the growth of y, a function of math of x, whose slope is ``slope``."""
+        """Return the growth of y = math.name(x), where ``slope`` is the slope of x.
+
+        Return None if the function does not grow, or if x is neither differentiated nor depends on
+        the score.
+        """
         if name not in _OF_MATH or not (slope or self.depends(x)):
             return None
         scale, factor, log = (text.format(x=x, y=y) for text in _OF_MATH[name])
@@ -48,7 +53,7 @@ class Growing(Chained):
         return Growth(scale, slope, log)
 
     def relative(self, term: Term) -> str | None:
-        """Return the slope of a value that grows, divided by the value."""
+        """Return the slope of a value that grows, divided by the value. None stands for 0."""
         assert term.growth is not None
         scale, slope, _ = term.growth
         if slope is None or scale == term.text:
@@ -61,7 +66,11 @@ class Growing(Chained):
         return self.put(f"{limit} if float32(abs({text})) == {INFINITE} else {made}")
 
     def logarithm(self, name: str, y: str, term: Term) -> str:
-        """Return y, a logarithm of a value that grows, and the right one where that is infinite."""
+        """Return the logarithm ``name`` of a value, correct also where the value is infinite.
+
+        y is the logarithm as math computes it. The result uses ``term.growth.log``, if known, where
+        the value is infinite.
+        """
         if term.growth is None or not term.growth.log:
             return y
         log, factor = term.growth.log, LOGARITHMS[name]
@@ -70,7 +79,10 @@ class Growing(Chained):
         return self.put(f"{log} if {term.text} == {INFINITE} else {y}")
 
     def logarithm_slope(self, name: str, term: Term) -> str | None:
-        """Return the slope of a logarithm of a value that grows, plus 1 for log1p."""
+        """Return the slope of the logarithm ``name`` of a value that grows.
+
+        For log1p, ``term`` is the argument of log1p plus 1.
+        """
         slope, factor = self.relative(term), LOGARITHMS[name]
         return slope if factor == 1.0 else self.times(slope, f"float32({factor!r})")
 
@@ -100,7 +112,10 @@ class Growing(Chained):
         return Growth(scale, slope, log)
 
     def of_infinities(self, value: str, a: Term, b: Term) -> str:
-        """Return the quotient ``value`` of values that grow, right where both are infinite too."""
+        """Return the quotient a / b of two values that grow, correct also where both are infinite.
+
+        ``value`` is the quotient by division, which is NaN where both values are infinite.
+        """
         assert a.growth is not None and b.growth is not None
         if not (a.growth.log and b.growth.log):
             return value

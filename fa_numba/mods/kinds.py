@@ -1,6 +1,6 @@
-"""Values with a type: "int", "float" or "bool". Integers become int32, and numbers float32.
+"""Values of the text with their type (kind): "int", "float" or "bool".
 
-Nothing is computed in 64 bits, because 64-bit arithmetic is slow on a GPU.
+Integers become int32 and floats become float32, because 64-bit arithmetic is slow on a GPU.
 """
 
 from __future__ import annotations
@@ -11,37 +11,31 @@ from .sharing import Statements
 
 
 class Growth(NamedTuple):
-    """How a float grows, see ``growth``: its slope is ``scale`` times ``slope``, and the float is
-    about ``scale`` where it is infinite. ``log`` is its logarithm there, empty if not known.
+    """How a float value grows (module ``growth``). All fields are texts.
+
+    The slope of the value is ``scale`` times ``slope``. Where the value is infinite, it is treated
+    as equal to ``scale``.
     """
 
     scale: str
-    slope: str | None
-    log: str = ""
+    slope: str | None  # None for 0
+    log: str = ""  # logarithm of the absolute value where it is infinite; empty if not known
 
 
 class Term(NamedTuple):
-    """A value in the text of a function.
+    """A value in the text of a function."""
 
-    ``kind`` is "int", "float" or "bool". ``text`` is the name or the literal of the value.
-    ``slope`` is the name of the value's derivative, and None for a value without one. ``of`` says
-    for an integer whether it depends on "i", on "j", on neither ("") or maybe on both ("?").
-    ``real`` is a text for the integer as a float, if there is a shorter one than a conversion.
-    ``apart``: the integer differs between neighbouring rows, and between neighbouring columns.
-    ``growth`` is about a float that grows like an exponential function.
-    """
-
-    kind: str
-    text: str
-    slope: str | None = None
-    of: str = "?"
-    real: str = ""
-    apart: bool = False
-    growth: Growth | None = None
+    kind: str  # "int", "float" or "bool"
+    text: str  # the name or the literal of the value
+    slope: str | None = None  # the name of the value's derivative; None if it is 0
+    of: str = "?"  # an integer depends on "i", on "j", on neither ("") or maybe on both ("?")
+    real: str = ""  # a text for an integer as a float, if a conversion would be slower
+    apart: bool = False  # an integer differs between neighbouring rows, and neighbouring columns
+    growth: Growth | None = None  # for a float that grows like an exponential function
 
 
 class Conversions(Statements):
-    """Statements that convert a value to another kind."""
+    """Writes the statements that convert a value to another kind."""
 
     def real(self, term: Term) -> str:
         """Return the value as a float."""
@@ -77,7 +71,7 @@ class Conversions(Statements):
         return "float" if self.same(*terms) == "float" else "int"
 
     def of_kind(self, kind: str, term: Term) -> str:
-        """Return the value in the kind ``kind``, which ``same`` has returned."""
+        """Return the value converted to ``kind``, the kind that ``same`` returned for it."""
         if kind == "float":
             return self.real(term)
         return self.integer(term) if kind == "int" else term.text

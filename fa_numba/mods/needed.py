@@ -1,7 +1,8 @@
-"""Which assignments of a written function its result needs.
+"""Removes assignments that the result of a written function does not need.
 
-A writer writes every value and every slope. Here a text loses the assignments that nothing reads,
-so that the text of a value has no slopes, and the text of a slope has only the values it needs.
+The class ``Reader`` writes every value and every slope of a function. The functions of this module
+remove assignments to names that no later statement reads. The text of a value then contains no
+slopes, and the text of a slope contains only the values that it needs.
 """
 
 from __future__ import annotations
@@ -11,16 +12,17 @@ import functools
 import re
 from collections.abc import Iterator
 
-# A name that a text reads: of a parameter, or of a value that an earlier statement assigned.
+# A name that a text reads: a parameter, or a name that an earlier statement assigned.
 READ = re.compile(
     r"(?<![\w.])(?!(?:u?int32|float32|math|options|divisor|floor_divide|modulo)\b)[a-z]\w*"
 )
 
 
 def alone(name: str, lines: list[str]) -> tuple[str, str]:
-    """Return the target and the value of the one assignment that reads ``name``.
+    """Return the target and the value of the only needed assignment that reads ``name``.
 
-    Both are empty if several assignments read the name, or if one does under an ``if``.
+    Both strings are empty if several assignments read the name, or if the assignment is under an
+    ``if``.
     """
     parted = (line.strip().partition(" = ") for line in _needed_lines(tuple(lines)))
     found = [(own, value) for own, _, value in parted if name in READ.findall(value or own)]
@@ -28,21 +30,21 @@ def alone(name: str, lines: list[str]) -> tuple[str, str]:
     return (own, value) if f"{own} = {value}" in lines else ("", "")
 
 
-@functools.lru_cache(maxsize=4)  # the same lines are asked about the score, and what is made of it
+@functools.lru_cache(maxsize=4)  # because ``alone`` is called for several names with equal lines
 def _needed_lines(lines: tuple[str, ...]) -> list[str]:
     return needed("def mod():", list(lines))[0].splitlines()
 
 
 def replaced(new: str, name: str, value: str, lines: list[str]) -> list[str]:
-    """Return ``lines`` where ``name = value`` has become ``name = new``."""
+    """Return ``lines`` with the line ``name = value`` replaced by ``name = new``."""
     return [f"{name} = {new}" if line == f"{name} = {value}" else line for line in lines]
 
 
 def needed(head: str, lines: list[str], flat: bool = False) -> tuple[str, set[str]]:
-    """Return the text of the function with this head, without assignments that nothing reads; and
-    the names that the text reads.
+    """Return the text of a function without unneeded assignments, and the names that it reads.
 
-    With ``flat``, what is under an ``if`` around positions of elements loses its ``if``.
+    ``head`` is the line with ``def``, and ``lines`` are the statements. With ``flat``, an ``if``
+    that assigns positions of elements is replaced by the statements of both branches.
     """
     whole = ast.parse("\n".join([head, *(f"    {line}" for line in (*lines, "pass"))]))
     (function,) = whole.body
@@ -56,7 +58,7 @@ def needed(head: str, lines: list[str], flat: bool = False) -> tuple[str, set[st
 def _read_later(statements: list[ast.stmt], read: set[str]) -> list[ast.stmt]:
     """Return ``statements`` without assignments to names that no later statement reads.
 
-    ``read`` holds the names that later code reads. The names that ``statements`` read are added.
+    ``read`` contains the names that later code reads. The names that ``statements`` read are added.
     """
     kept: list[ast.stmt] = []
     for node in reversed(statements):
@@ -79,7 +81,10 @@ def _read_later(statements: list[ast.stmt], read: set[str]) -> list[ast.stmt]:
 
 
 def _without_tests(statements: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yield the statements; in the place of an ``if`` around positions, what is under it."""
+    """Yield the statements. Replace an ``if`` that assigns positions by both of its branches.
+
+    Names of positions begin with "p" (``positions.position_of``).
+    """
     for node in statements:
         if isinstance(node, ast.If) and any(name.startswith("p") for name in _names(node)[0]):
             yield from _without_tests([*node.body, *node.orelse])
@@ -92,7 +97,7 @@ def _names(node: ast.AST) -> tuple[set[str], set[str]]:
     assigned: set[str] = set()
     read: set[str] = set()
     left = [node]
-    while left:  # as ast.walk, which takes three times as long
+    while left:  # like ast.walk, but three times as fast
         each = left.pop()
         if isinstance(each, ast.Name):
             (read if isinstance(each.ctx, ast.Load) else assigned).add(each.id)

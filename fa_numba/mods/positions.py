@@ -1,4 +1,4 @@
-"""Where a function reads an element of a captured array, as text that adds to its gradient."""
+"""Positions at which a function reads captured arrays, and statements that add to gradients."""
 
 from __future__ import annotations
 
@@ -9,40 +9,44 @@ from .sharing import Statements
 
 
 class Position(NamedTuple):
-    """The position of an element in the gradient of its array.
+    """The position of an element in the gradient of its array. Texts are Python expressions."""
 
-    ``matrix`` is the matrix of the gradient, ``row`` and ``column`` are names. ``shared``: the
-    position does not depend on i and j. ``apart``: neighbouring scores have different positions.
-    """
-
-    matrix: str
-    row: str
-    column: str
-    shared: bool
-    apart: bool
+    matrix: str  # the gradient, indexed by all axes but the last two
+    row: str  # the index of the last axis but one; the text for 0 if there is only one axis
+    column: str  # the index of the last axis
+    shared: bool  # the position does not depend on i and j
+    apart: bool  # neighbouring scores have different positions
 
     @property
     def starts(self) -> list[str]:
-        """Statements that give the names a value where the element is not read."""
+        """Statements that set the names of the indices to 0.
+
+        The names need a value where a condition of the function skips the element.
+        """
         names = re.findall(r"\bp\d+", f"{self.matrix} {self.row} {self.column}")
         return [f"{name} = uint32(0)" for name in names]
 
     def adding(self, text: str) -> list[str]:
-        """Return statements that add ``text`` to the gradient, unless ``text`` is 0. It is 0 where
-        the element is not read.
+        """Return statements that add ``text`` to the gradient, unless ``text`` is 0.
+
+        ``text`` is 0 where the function does not read the element.
         """
         where = f"{self.matrix}, {self.row}, {self.column}"
         return [f"if {text} != float32(0.0):", f"    add_global({where}, {text})"]
 
     @property
     def merges(self) -> bool:
-        """Whether neighbouring scores may share the element; of an array of one axis or two."""
+        """Whether scores may be summed as long as the position stays equal.
+
+        This needs a position that depends on i or j, that neighbouring scores may share, and an
+        array with one or two axes.
+        """
         return not (self.shared or self.apart) and "[" not in self.matrix
 
     def merging(self, text: str, sums: str, n: int) -> list[str]:
-        """Return statements that add ``text`` to ``sums``, which are the sums of number ``n``.
+        """Return statements that add ``text`` to ``sums``, the merged sum with number ``n``.
 
-        At a new position the sums so far are added to the gradient first.
+        If the position has changed, the previous sum is added to the gradient first.
         """
         here = f"at[{2 * n}]", f"at[{2 * n + 1}]"
         moved = f"{self.row} != {here[0]} or {self.column} != {here[1]}"
@@ -53,16 +57,18 @@ class Position(NamedTuple):
         return [f"if {text} != float32(0.0):", *(f"    {line}" for line in inner)]
 
     def ending(self, sums: str, n: int) -> list[str]:
-        """Return statements that add the sums of number ``n`` to the gradient."""
+        """Return statements that add ``sums``, the merged sum number ``n``, to the gradient."""
         return self._replace(row=f"at[{2 * n}]", column=f"at[{2 * n + 1}]").adding(sums)
 
 
 def position_of(
     statements: Statements, array: str, indices: list[str], near: bool, apart: bool
 ) -> Position:
-    """Return the position of an element of the field ``array``, and write its names.
+    """Return the position of an element, and write statements that assign its indices to names.
 
-    ``near``: no index depends on i and j. ``apart`` is as in ``Position``.
+    ``array`` is the text of the captured array, such as ``options.score_mod_0``. ``indices`` has
+    one text for each axis. ``near`` says that no index depends on i or j. ``apart`` is the field of
+    ``Position``.
     """
     names = []
     for text in indices:

@@ -1,8 +1,8 @@
-"""The walk over a caller's function: each expression becomes a statement, each value has a type.
+"""The walk over a caller's function: each expression becomes a statement, each value gets a type.
 
-Python does not evaluate the other side of a conditional expression, and evaluates ``and``, ``or``
-and a chain of comparisons only as far as it must. What Python leaves out is written under an ``if``
-where it reads an array, because the index may be outside of the array there.
+Python evaluates only one side of a conditional expression, and stops evaluating ``and``, ``or`` and
+a chain of comparisons as soon as the result is known. An expression that Python may skip is written
+under an ``if`` if it reads an array, because the index may be outside of the array.
 """
 
 from __future__ import annotations
@@ -30,14 +30,16 @@ from .positions import Position, position_of
 from .slopes import OF_MATH, Slopes
 from .source import LEAST, Source
 
-# By an integer that all scores share: functions of parts/division.py.
+# Functions of parts/division.py that divide by an integer that is equal for all scores.
 _BY_A_PRODUCT = {"//": "floor_divide", "%": "modulo"}
 
 
 class Reader(Slopes):
-    """Reads one function, and writes the statements of its value and its slope.
+    """Walks over one function, and writes the statements that compute its value and its slope.
 
-    ``kinds`` are the kinds of the values from outside, by name (``source.kind_of_capture``).
+    ``kinds`` maps the names of captured values to their kinds (``source.kind_of_capture``).
+    ``captured`` maps names of captured values to fields of a kernel's ``options``. Methods whose
+    names begin with a capital letter, such as ``BinOp``, write a node of that class of ``ast``.
     """
 
     def __init__(
@@ -46,17 +48,21 @@ class Reader(Slopes):
         super().__init__(option, captured)
         self.source, self.kinds = source, kinds
         self.known: dict[str, Term] = {}
-        # Slopes are by the score ("score"), by the element that is read with this number, or by
-        # nothing ("").
+        # Slopes are derivatives with respect to: the score ("score"), or the element of a float32
+        # array that is read as number n (an int). "" means that there are no slopes.
         self.by: str | int = ""
-        self.reads = 0  # elements of float32 arrays so far
-        self.position: Position | None = None  # of the element by which slopes are
+        self.reads = 0  # number of elements of float32 arrays that were read so far
+        self.position: Position | None = None  # of the element ``by``
         for name, kind in kinds.items():
             if kind.partition("[")[0] in ("int32", "float32", "bool"):
                 self.field(name)
 
     def result(self, by: str | int) -> Term:
-        """Write the function, and return its result with the slope by ``by``, see above."""
+        """Write the function and return its result.
+
+        The result's slope is the derivative with respect to ``by`` (see ``__init__``): "score", the
+        number of an element, or "" for no slope.
+        """
         self.by, self.reads, self.position = by, 0, None
         for theirs, ours in zip(self.source.parameters, PARAMETERS[self.option], strict=True):
             kind, of = "float" if ours == "score" else "int", ours if ours in ("i", "j") else ""
@@ -98,7 +104,11 @@ class Reader(Slopes):
     # --- names, constants and elements -------------------------------------------------------
 
     def visit(self, node: ast.expr) -> Term:
-        """Write an expression and return its value. The method is named as the node's class."""
+        """Write an expression and return its value.
+
+        The method with the name of the node's class does this. Raises ``Refused`` if there is no
+        such method.
+        """
         method: Callable[[Any], Term] | None = getattr(self, type(node).__name__, None)
         if method is None:
             raise Refused(what(node), node)
@@ -129,7 +139,7 @@ class Reader(Slopes):
         raise Refused(f"{node.id} {'without an index' if '[' in kind else 'as a value'}", node)
 
     def kind(self, node: ast.Name) -> str:
-        """Return the kind of a name from outside."""
+        """Return the kind of a captured value. Raises ``Refused`` if kernels do not support it."""
         kind = self.kinds.get(node.id)
         if kind is None:
             raise undefined(node.id, node)
@@ -138,7 +148,7 @@ class Reader(Slopes):
         return kind
 
     def of_outside(self, node: ast.Name) -> str:
-        """Return the kind of a name from outside, and "" for a name of the function's own."""
+        """Return the kind of a captured value, or "" if the name is assigned in the function."""
         return "" if node.id in self.known else self.kinds.get(node.id, "")
 
     def Attribute(self, node: ast.Attribute) -> Term:
@@ -174,7 +184,11 @@ class Reader(Slopes):
         return self.element(kind, owner.id, indices, node)
 
     def element(self, kind: str, name: str, indices: list[ast.expr], node: ast.expr) -> Term:
-        """Return the element of a captured array at these indices; ``node`` is the expression."""
+        """Return the element of a captured array at these indices.
+
+        ``kind`` is the array's dtype, ``name`` is the caller's name of the array, and ``node`` is
+        the complete expression, for error messages.
+        """
         texts, near, apart = [], True, False
         for index in indices:
             term = self.visit(index)
@@ -237,7 +251,7 @@ class Reader(Slopes):
         return self.product(left, right) if symbol == "*" else self.sum_of(left, right, symbol)
 
     def of_integers(self, a: Term, symbol: str, b: Term) -> Term:
-        """Return an operation of two integers."""
+        """Return the result of an operation with two integers. ``symbol`` is the operator."""
         left, right = self.integer(a), self.integer(b)
         if symbol in _BY_A_PRODUCT and self.is_shared(right):
             inverse = self.divisor(right)
@@ -248,7 +262,7 @@ class Reader(Slopes):
         real = ""
         self.inside = self.inside or (symbol in ("//", "%") and b.of != "")
         if symbol == "-" and {a.of, b.of} == {"i", "j"}:
-            # Of a thread's rows and columns, counted from the origin, the ones are constants.
+            # Relative to ``origin``, either the rows or the columns of a thread are constants.
             near = (f"float32(int32({side} - origin))" for side in (left, right))
             real = " - ".join(near)
         apart = symbol in "+-" and (
@@ -257,7 +271,7 @@ class Reader(Slopes):
         return Term("int", value, None, of, real, apart)
 
     def raised(self, a: Term, b: Term, node: ast.expr) -> Term:
-        """Return a power; ``node`` is the expression, whose exponent may be a constant."""
+        """Return a to the power of b. ``node`` is the expression ``a**b`` or a call of pow."""
         exponent = getattr(node, "right", None)
         times = exponent.value if isinstance(exponent, ast.Constant) else None
         if isinstance(times, int) and 1 <= times <= LARGEST_POWER:
@@ -278,7 +292,11 @@ class Reader(Slopes):
         return Term("bool", result)
 
     def chain(self, result: str, left: Term, rest: list[tuple[ast.cmpop, ast.expr]]) -> None:
-        """Write the other comparisons of a chain, each under the comparison before it."""
+        """Write the remaining comparisons ``rest`` of a chain such as ``a < b < c``.
+
+        ``result`` is the name of the result so far, and ``left`` is the left side of the next
+        comparison. Each comparison is written under the condition that the previous one is true.
+        """
         if not rest:
             return
         (op, other), *rest = rest
@@ -290,11 +308,13 @@ class Reader(Slopes):
     def further(
         self, result: str, conjunction: bool, text: str, outer: list[str], then: Callable[[], None]
     ) -> None:
-        """Write ``result`` and the condition ``text``, or with no ``conjunction`` their "or".
+        """Write ``result = result and text``, or ``result = result or text``.
 
-        ``self.lines`` are the statements that the condition needs, and ``then`` writes what may
-        need the condition. All this is written under an ``if`` where the condition reads an array,
-        and as it is, behind ``outer``, where it does not.
+        ``conjunction`` is True for "and". ``text`` is a condition, and ``self.lines`` are the
+        statements that it needs. ``outer`` are the statements before it. ``then`` writes further
+        comparisons of a chain. If the condition reads an array, all statements are written under an
+        ``if``, so that the array is read only if ``result`` does not yet decide. If not, the
+        statements are written without ``if``.
         """
         inner, self.lines = self.lines, outer
         self.names[result].shared = False
@@ -309,7 +329,7 @@ class Reader(Slopes):
 
     def compared(self, a: Term, op: ast.cmpop, b: Term) -> str:
         kind = self.number_kind(a, b)
-        if {a.text, b.text} == {"i", "j"}:  # of which the ones are constants, counted from there
+        if {a.text, b.text} == {"i", "j"}:  # relative to ``origin``, one of the two is a constant
             return f"int32({a.text} - origin) {SYMBOLS[type(op)]} int32({b.text} - origin)"
         return f"{self.of_kind(kind, a)} {SYMBOLS[type(op)]} {self.of_kind(kind, b)}"
 
@@ -365,7 +385,7 @@ class Reader(Slopes):
         raise Refused(f"the call {ast.unparse(node)}", node)
 
     def called(self, function: ast.expr) -> tuple[str, bool]:
-        """Return the name of the function that is called, and whether it is a function of math."""
+        """Return the name of the called function, and whether it is a function of ``math``."""
         if isinstance(function, ast.Name):
             kind = self.of_outside(function)
             if kind.startswith("call "):

@@ -1,7 +1,7 @@
-"""The statements that are written, and what is known of each value: who shares it, how large it is.
+"""The statements of a written function, and facts about each of their values.
 
-A value is shared if all scores of a tile have the same one, such as a captured number. Factors that
-are shared are multiplied with each other first, once per tile instead of once per score.
+A value is called shared if it is equal for all scores of a tile, such as a captured number. Shared
+factors are multiplied with each other first: once per tile instead of once per score.
 """
 
 from __future__ import annotations
@@ -18,39 +18,45 @@ from .needed import READ
 
 @dataclass
 class Name:
-    """What is known of a name in the text.
+    """Facts about the value of one name in the text."""
 
-    ``shared``: all scores of a tile have this value. ``of_score``: the value depends on the score.
-    ``product``: the value is this shared factor times this other value. ``inverse_of``: the value
-    is 1 divided by this name. The next two are about finite scores. A value of ``rank`` 0 is
-    finite, a value of rank 1 may be infinite, and any other value may be NaN. A slope is finite if
-    it is ``steady``.
-    """
-
-    shared: bool = False
-    of_score: bool = False
-    product: tuple[str, str] = ("", "")
-    inverse_of: str = ""
+    shared: bool = False  # the value is equal for all scores of a tile
+    of_score: bool = False  # the value depends on the score
+    product: tuple[str, str] = ("", "")  # the value is this shared factor times this other value
+    inverse_of: str = ""  # the value is 1 divided by this name
+    # For finite scores: 0 if the value is finite, 1 if it may be infinite, 2 if it may be NaN.
     rank: int = 2
-    steady: bool = False
+    steady: bool = False  # the value is a slope that is finite for every finite score
 
 
 class Statements:
-    """The statements of a function's text so far, and what is known of their names."""
+    """The statements of a function's text that were written so far, and facts about their names.
+
+    ``option`` is "score_mod", "mask_mod" or "score_mod_grad". ``captured`` maps names of captured
+    values, and texts of numbers that are computed from them, to fields of a kernel's ``options``.
+    """
 
     def __init__(self, option: str, captured: dict[str, str]) -> None:
         self.option, self.captured = option, captured
         self.lines: list[str] = []
         self.count = 0
         self.names = defaultdict(Name, score=Name(of_score=True, rank=0))
-        self.names["scale"].shared = self.names["unit"].shared = True
+        self.names["scale"].shared = self.names["result_factor"].shared = True
 
     def field(self, name: str) -> str:
-        """Return the field of a captured value, or of a number that is made of captured numbers."""
+        """Return the field of ``options`` for a captured value. Add the field if it is new.
+
+        ``name`` is the name of the captured value, or the text of a number that is computed from
+        captured numbers.
+        """
         return self.captured.setdefault(name, f"options.{self.option}_{len(self.captured)}")
 
     def put(self, text: str, **known: Any) -> str:
-        """Assign ``text`` to a new name and return the name. ``known`` are fields of ``Name``."""
+        """Write a statement that assigns ``text`` to a new name, and return the name.
+
+        A text that contains only captured numbers and constants becomes a field of ``options``
+        instead of a statement. ``known`` are further facts about the value (fields of ``Name``).
+        """
         if OF_NUMBERS.fullmatch(text):
             name = self.field(text)
         else:
@@ -58,43 +64,47 @@ class Statements:
             name = f"t{self.count}"
             self.lines.append(f"{name} = {text}")
         known |= {"shared": self.is_shared(text), "of_score": self.depends(text)}
-        self.names[name] = replace(self.names[name], **known)  # a field's is maybe known already
+        self.names[name] = replace(self.names[name], **known)  # a field may have earlier facts
         return name
 
     @contextmanager
     def under(self, head: str) -> Iterator[None]:
-        """Indent the statements that are written in this context, under ``head``."""
+        """Write the statements of this context under the line ``head``, such as ``if t1:``."""
         outer, self.lines = self.lines, []
         yield
-        # In place: a line that waits for what is written within goes to the same list.
+        # In place, because the caller may hold a reference to this list.
         outer += [head, *(f"    {line}" for line in self.lines or ["pass"])]
         self.lines = outer
 
-    # --- what is known -----------------------------------------------------------------------
+    # --- facts about values ------------------------------------------------------------------
 
     def is_shared(self, text: str) -> bool:
-        """Return whether all scores of a tile have this value, as numbers and what they make."""
+        """Return whether a value is known to be equal for all scores of a tile.
+
+        ``text`` is a name or an expression, such as ``options.score_mod_0 * t1``.
+        """
         return "[" not in text and all(self.names[name].shared for name in READ.findall(text))
 
     def depends(self, text: str) -> bool:
-        """Return whether this value depends on the score."""
+        """Return whether the value of a name or an expression depends on the score."""
         return any(self.names[name].of_score for name in READ.findall(text))
 
     def rank(self, text: str) -> int:
-        """Return the ``rank`` of a value, see ``Name``."""
+        """Return the rank of a value: 0 finite, 1 maybe infinite, 2 maybe NaN (see ``Name``)."""
         return 0 if self.is_shared(text) else self.names[text].rank
 
     def steady_slope(self, slope: str | None) -> bool:
         """Return whether the slope is finite for every finite score."""
         return slope is None or self.is_shared(slope) or self.names[slope].steady
 
-    # --- with what is shared -----------------------------------------------------------------
+    # --- shared values -----------------------------------------------------------------------
 
     def divisor(self, text: str) -> str:
-        """Return the factor that divides by a shared integer.
+        """Return the text of ``captures.divisor`` for a shared integer, which ``text`` names.
 
-        The factor of a captured number or of a constant is computed before the call, because
-        compilers would compute it for each score.
+        The function multiplies by this number instead of dividing. For a captured number or a
+        constant, the number is computed before the launch, because compilers would compute it for
+        each score.
         """
         if text.startswith("int32("):
             return f"uint32({divisor(int(text[6:-1]))})"
@@ -103,10 +113,10 @@ class Statements:
         return self.put(f"divisor({text})")
 
     def multiplied(self, a: str, b: str, opened: str = "") -> str:
-        """Return a name for the product of two values.
+        """Write the product of two values and return its name.
 
-        If one value is a shared factor, and the other value is ``opened``, a product with a shared
-        factor itself, the two shared factors are multiplied first.
+        Let one value be shared. If the other value is ``opened``, and is itself a product with a
+        shared factor, then the two shared factors are multiplied first.
         """
         for factor, rest in ((a, b), (b, a)):
             if self.is_shared(factor) and not self.is_shared(rest):

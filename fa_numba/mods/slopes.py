@@ -1,12 +1,12 @@
-"""The rules of derivatives: of each operation, the value and its slope.
+"""The rules of differentiation: the value and the slope (derivative) of each operation.
 
-Each value has its slope next to it, in forward mode: the slope of a result is made of the slopes of
-what the operation takes. Values that grow like an exponential function have rules of their own,
-which stay right where these values overflow (see ``growth``).
+The rules differentiate in forward mode: the slope of a result is computed from the operands and
+their slopes. Values that grow like an exponential function have special rules, which stay right
+where these values overflow (module ``growth``).
 
-A library of symbolic mathematics would have to call the function with symbols. Conditional
-expressions, indices and ``and`` refuse symbols, and the result would have to be written as Python
-again. Here a rule takes a line or two.
+A library for symbolic mathematics is not used. Such a library would call the function with symbols,
+which conditional expressions, indices and ``and`` do not accept. The result would also have to be
+translated back to Python.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .chain import ONE
 from .growth import LOGARITHMS, Growing
 from .kinds import Growth, Term
 
-# Functions of math: the slope by the argument {x}, as a text of {x} and of the value {y}.
+# The derivative of each function of math, as a text with the argument {x} and the value {y}.
 OF_MATH = {
     "exp": "{y}",
     "expm1": "{y} + float32(1.0)",
@@ -36,17 +36,18 @@ OF_MATH = {
     "erf": f"float32({2 / math.sqrt(math.pi)!r}) * float32(math.exp(-({{x}} * {{x}})))",
     "fabs": "float32(math.copysign(float32(1.0), {x}))",
 }
-# Functions whose values and slopes are finite for any number, and for infinity.
+# Functions whose values and slopes are finite for every number and for infinity.
 _BOUNDED = ("tanh", "atan", "erf")
-# Functions whose slopes are 0 far from 0, on one side at least.
+# Functions whose slope goes to 0 for large arguments of at least one sign.
 _SATURATED = (*_BOUNDED, "exp", "expm1")
 
 
 class Slopes(Growing):
-    """Statements that compute the value of an operation, and the slope.
+    """Writes the statements that compute the value and the slope of an operation.
 
-    ``inside`` becomes True where an operation gives inf or NaN, or reads outside of an array, for a
-    row or a column beyond the matrix: the function is then called inside of the matrix alone.
+    ``inside`` becomes True if the function contains an operation that could be invalid for rows or
+    columns beyond the end of S: it could return inf or NaN, or read outside of a captured array.
+    Kernels then call the function only with rows and columns of S.
     """
 
     inside = False
@@ -68,7 +69,7 @@ class Slopes(Growing):
         return Term(kind, value, slope)
 
     def sum_of(self, a: Term, b: Term, sign: str) -> Term:
-        """Return the sum of two floats, or with the sign "-" their difference."""
+        """Return the sum of two floats, or their difference if ``sign`` is "-"."""
         rank = 1 if self.rank(a.text) + self.rank(b.text) < 2 else 2
         value = self.put(f"{a.text} {sign} {b.text}", rank=rank)
         slope = self.plus(a.slope, b.slope, sign)
@@ -85,7 +86,7 @@ class Slopes(Growing):
 
     def quotient(self, a: Term, b: Term) -> Term:
         a, b = self.as_float(a), self.as_float(b)
-        if self.is_shared(b.text) and self.depends(a.text):  # a number's inverse is made once
+        if self.is_shared(b.text) and self.depends(a.text):  # the inverse is computed once
             inverse = Term("float", self.put(f"{ONE} / {b.text}", inverse_of=b.text))
             return self.product(a, inverse)
         self.inside = True
@@ -101,7 +102,10 @@ class Slopes(Growing):
         return Term("float", value, self.plus(above, self.chained(self.relative(b), value), "-"))
 
     def remainder(self, a: Term, b: Term, symbol: str) -> Term:
-        """Return a // b or a % b of floats, as ``symbol`` says. The slope of a // b is 0."""
+        """Return a // b or a % b of two floats. ``symbol`` is the operator.
+
+        The slope of a // b is 0.
+        """
         self.inside = True
         whole = self.put(f"float32(math.floor({a.text} / {b.text}))")
         if symbol == "//":
@@ -110,14 +114,14 @@ class Slopes(Growing):
         return Term("float", rest, self.plus(a.slope, self.times(b.slope, whole), "-"))
 
     def repeated(self, a: Term, times: int) -> Term:
-        """Return the power of ``a`` whose exponent is ``times``, as products."""
+        """Return ``a`` to the power of the integer ``times``, written as products."""
         found = a if a.kind == "float" else Term("int", self.integer(a))
         for _ in range(times - 1):
             found = self.product(found, a)
         return found
 
     def power(self, a: Term, b: Term) -> Term:
-        """Return the power of two numbers, of which at least one is a float."""
+        """Return a to the power of b, where at least one of the two is a float."""
         self.inside = True
         left, right = self.real(a), self.real(b)
         value = self.put(f"float32(math.pow({left}, {right}))")
@@ -138,7 +142,7 @@ class Slopes(Growing):
         return Term("float", value, slope, growth=growth)
 
     def of_math(self, name: str, term: Term) -> Term:
-        """Return the value of a function that ``OF_MATH`` names."""
+        """Return ``math.name(term)`` with its slope, for a ``name`` in ``OF_MATH``."""
         x = self.real(term)
         self.inside = self.inside or name.startswith(("log", "sqrt"))
         bounded = name in _BOUNDED and self.rank(x) < 2
@@ -155,7 +159,7 @@ class Slopes(Growing):
         return Term("float", y, by(term.slope, own, finite=bounded), growth=growth)
 
     def extreme(self, name: str, terms: list[Term]) -> Term:
-        """Return the least or the largest of several numbers; ``name`` is "min" or "max"."""
+        """Return the minimum or maximum of several numbers. ``name`` is "min" or "max"."""
         kind = self.number_kind(*terms)
         first, *rest = (Term(kind, self.of_kind(kind, x), x.slope) for x in terms)
         for other in rest:
@@ -169,9 +173,9 @@ class Slopes(Growing):
         return first
 
     def choice(self, test: str, sides: list[tuple[list[str], Term]]) -> Term:
-        """Return the first of two ``sides`` where ``test`` is True, and else the second side.
+        """Return the value of the conditional expression ``sides[0] if test else sides[1]``.
 
-        A side is a value, and the statements that compute the value.
+        Each side is a pair: the statements that compute the value, and the value.
         """
         kind = self.same(*(term for _, term in sides))
         self.count += 1

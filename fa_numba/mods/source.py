@@ -1,4 +1,4 @@
-"""The syntax tree of a caller's function, and the values that it takes from outside."""
+"""The syntax tree of a caller's function, and the values that the function captures."""
 
 from __future__ import annotations
 
@@ -20,17 +20,15 @@ from fa_numba.emulator.typed import lines_of
 
 NUMBERS = "captured numbers and captured arrays of float32, int32 or bool"
 ARRAYS = ("float32", "int32", "bool")
-LEAST = -(2**31)  # of the integers of 32 bits
+LEAST = -(2**31)  # the least 32-bit integer
 
 
 @dataclass(frozen=True)
 class Source:
-    """A function as it stands in a file: its parameters, and its statements, of which the last one
-    returns. Two are equal that have equal code on the same line.
-    """
+    """The source of a caller's function. Sources with equal ``code`` and ``shown`` are equal."""
 
     code: CodeType
-    shown: str  # its name and where it stands, for messages
+    shown: str  # name, file and line of the function, for messages
     node: ast.FunctionDef | ast.Lambda = field(compare=False)
 
     @property
@@ -39,7 +37,7 @@ class Source:
 
     @property
     def body(self) -> list[ast.stmt]:
-        """Its statements, without what documents them."""
+        """The statements without the docstring. A lambda has one statement, a return."""
         if isinstance(self.node, ast.Lambda):
             return [ast.copy_location(ast.Return(self.node.body), self.node.body)]
         first, *rest = self.node.body
@@ -48,20 +46,26 @@ class Source:
 
     @functools.cached_property
     def names(self) -> list[str]:
-        """The names that are not its own, in an order that they have no part in."""
+        """The names that the body uses and that are not local variables of the function.
+
+        The order depends on the syntax tree only, and not on the names.
+        """
         nodes = (node for statement in self.body for node in ast.walk(statement))
         taken = dict.fromkeys(node.id for node in nodes if isinstance(node, ast.Name))
         own = set(self.code.co_varnames)
         return [name for name in taken if name not in own]
 
     def reads(self, number: int) -> bool:
-        """Return whether the body uses the parameter with this number, which counts from 0."""
+        """Return whether the body uses parameter number ``number``, counted from 0."""
         name = self.parameters[number]
         nodes = (node for statement in self.body for node in ast.walk(statement))
         return any(isinstance(node, ast.Name) and node.id == name for node in nodes)
 
     def outside(self, function: FunctionType) -> dict[str, Any]:
-        """What the names stand for that it takes from outside, but those without a value."""
+        """Return the captured values by name: closure variables, globals and builtins.
+
+        Names without a value are left out.
+        """
         cells = dict(zip(self.code.co_freevars, function.__closure__ or (), strict=True))
         found = {}
         for name in self.names:
@@ -77,7 +81,11 @@ class Source:
 
 
 def source_of(option: str, function: Any, parameters: int) -> Source:
-    """The source of a function given as ``option``; raises as ``mods.captured`` does."""
+    """Return the source of a function that the caller passes as ``option``.
+
+    ``parameters`` is the number of parameters that the function must have. Raises TypeError for a
+    wrong object or wrong parameters, and ValueError if the source cannot be read.
+    """
     wanted = "(score, b, h, i, j)" if parameters == 5 else "(b, h, i, j)"
     if not isinstance(function, FunctionType):
         raise TypeError(
@@ -109,15 +117,18 @@ def _shown(code: CodeType) -> str:
 
 @functools.lru_cache(maxsize=256)
 def _found(code: CodeType, filename: str) -> Source | None:
-    """Return the source of code in this file; equal code may be in another file too."""
+    """Return the source of a code object, or None if it is not found in its file.
+
+    ``filename`` is a part of the cache's key, because equal code may be in two files.
+    """
     found = None
     lines = tuple(lines_of(code))
-    # Of every instruction where it begins and ends; what the compiler adds has no length.
+    # Begin and end of each instruction. Instructions that the compiler adds have no length.
     places = [((a, c), (b, d)) for a, b, c, d in code.co_positions() if None not in (a, b, c, d)]
     own = [(begin, end) for begin, end in places if begin < end]
     for node in _functions(filename, lines).get(code.co_firstlineno, ()):
         if isinstance(node, ast.Lambda) and code.co_name == "<lambda>":
-            # What holds other lambdas on this line is walked before them.
+            # An outer lambda on this line comes before the lambdas that it contains.
             body = node.body
             start, stop = (body.lineno, body.col_offset), (body.end_lineno, body.end_col_offset)
             within = all(start <= begin and end <= stop for begin, end in own)
@@ -136,11 +147,11 @@ def _found(code: CodeType, filename: str) -> Source | None:
 def _functions(
     filename: str, lines: tuple[str, ...]
 ) -> dict[int, list[ast.Lambda | ast.FunctionDef]]:
-    """Those of a file by their first line, which is a decorator's where there is one."""
+    """Return the functions and lambdas of a file by first line, the line of the first decorator."""
     found: dict[int, list[ast.Lambda | ast.FunctionDef]] = {}
     try:
         tree = ast.parse("".join(lines))
-    except SyntaxError:  # a notebook's cell with commands beside Python
+    except SyntaxError:  # a notebook's cell that contains commands which are not Python
         return found
     for node in ast.walk(tree):
         if isinstance(node, (ast.Lambda, ast.FunctionDef)):
@@ -151,14 +162,22 @@ def _functions(
 
 
 def is_array(value: Any) -> bool:
-    """Whether an array of some library, which may be one without an axis."""
+    """Return whether the value is an array of any library. An array may have zero axes."""
     return isinstance(getattr(value, "shape", None), tuple) and hasattr(value, "dtype")
 
 
 def kind_of_capture(value: Any) -> str:
-    """What a function is compiled for of a value that it takes from outside: "int32", "float32" or
-    "bool"; with axes, as "int32[2]", for an array; "math" and "call exp", by its name, for that
-    module and what may be called. Of others it says what they are, behind a "?".
+    """Return the kind of a captured value, for which the function is compiled.
+
+    =============================  ===============================================
+    value                          kind
+    =============================  ===============================================
+    a number                       "int32", "float32" or "bool"
+    an array with 2 axes           "int32[2]", "float32[2]" or "bool[2]"
+    the module math                "math"
+    a function such as math.exp    "call exp"
+    anything else                  "?" and a description, such as "?a list"
+    =============================  ===============================================
     """
     if isinstance(value, (bool, np.bool_)):
         return "bool"

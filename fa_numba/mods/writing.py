@@ -1,4 +1,7 @@
-"""The text of the function that kernels call: the value, its slope by the score, or both."""
+"""Writes the text of a function that kernels call.
+
+The function returns a value, its slope (the derivative with respect to the score), or both.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +15,23 @@ from .needed import alone, needed, replaced
 from .reading import Reader
 from .source import Source
 
-# Functions of math whose slope is a function of the value, which is above -2.
-_FIRST = ("tanh", "exp", "expm1", "sqrt")
+# Functions of math whose slope can be computed from their value. Their values are above -2, so that
+# -2 can mark a hidden score (parts/mods.py).
+_INNER = ("tanh", "exp", "expm1", "sqrt")
 _LOG2E = f"float32({math.log2(math.e)!r})"
 
 
 class Text(NamedTuple):
-    """The texts of one function; each is empty where there is no such function.
+    """The texts of a function and of two helper functions. A text is empty if there is no function.
 
-    ``text`` is the function itself. ``lead`` computes the factor of the score with which the
-    function is called. ``first`` is applied to the product of that factor and the score before
-    value and slope are computed from it.
+    For example, let the caller's function be ``2 * tanh(score / 50)``. ``score_factor`` returns the
+    scale divided by 50, ``inner`` returns the tanh of its argument, and ``text`` computes the value
+    and the slope from that tanh. ``inner`` is empty unless ``text`` returns value and slope.
     """
 
-    text: str = ""
-    lead: str = ""
-    first: str = ""
+    text: str = ""  # the main function, see ``mods.Mod``
+    score_factor: str = ""  # (scale, options): returns the factor for the product of Q and K
+    inner: str = ""  # (score): to be applied to the product of that factor and the score
 
 
 def written(
@@ -38,15 +42,16 @@ def written(
     value: bool = True,
     slope: bool = False,
 ) -> tuple[Text, bool, bool]:
-    """Write the function given as ``option``, its derivative by the score, or both, a pair.
+    """Write the caller's function, its derivative with respect to the score, or both as a pair.
 
-    Return the text; whether the function may be called inside of the matrix alone; and whether its
-    slope is finite for every finite score.
+    ``kinds`` maps the names of captured values to their kinds (``source.kind_of_capture``).
+    ``captured`` maps the names of captured values to fields of a kernel's ``options``. It also maps
+    the texts of numbers that are computed from captured numbers to fields (``captures.made_of``).
+    This function adds fields to ``captured``.
 
-    ``kinds`` are the kinds of the values from outside, by name (``source.kind_of_capture``).
-    ``captured`` are the fields of these values by name, and the fields of numbers that are computed
-    from captured numbers by their text (``made_of``). Fields are added to ``captured``. Raises as
-    ``mods.captured``.
+    Return the text, whether kernels may call the function only with rows and columns of S, and
+    whether the slope is finite for every finite score. Raises ValueError if the function contains
+    something that kernels do not support.
     """
     writer = _Writer(option, source, kinds, captured)
     try:
@@ -61,10 +66,13 @@ def written(
 
 
 class _Writer(Reader):
-    """Writes one function around the statements that are read."""
+    """Writes the head of the function and its ``return`` around the statements of a ``Reader``."""
 
     def function(self, value: bool, slope: bool) -> tuple[Text, bool]:
-        """Return the text, and whether the slope is finite for every finite score."""
+        """Return the text, and whether the slope is finite for every finite score.
+
+        ``value`` and ``slope`` say what the function returns.
+        """
         result, steady = self.result("score" if slope else ""), False
         if self.option == "mask_mod":
             if result.kind == "float":
@@ -79,24 +87,25 @@ class _Writer(Reader):
                 "return a conditional expression, such as score if i >= j else 0.0"
             )
         else:
-            results = [self.in_unit(self.real(result))] if value else []
+            results = [self.multiplied_result(self.real(result))] if value else []
             results += [result.slope or "float32(0.0)"] if slope else []
             found, steady = ", ".join(results), self.steady_slope(result.slope)
         *_, b, h, i, j = PARAMETERS[self.option]
-        of_score = () if self.option == "mask_mod" else ("given",)
+        of_score = () if self.option == "mask_mod" else ("score_and_factor",)
         head = f"def mod({', '.join((*of_score, b, h, i, j, 'origin', 'options'))}):"
-        factor, lines = self.led([*self.lines, f"return {found}"])
+        factor, lines = self.split_factor([*self.lines, f"return {found}"])
         before = self.lines if factor != "scale" else []
-        lead = needed("def mod(scale, options):", [*before, f"return {factor}"])[0]
-        first, lines = self.begun(lines) if value and slope else ("", lines)
-        text = needed(head, ["score, unit = given", *lines] if of_score else lines)[0]
-        return Text(text, lead, first), steady
+        score_factor = needed("def mod(scale, options):", [*before, f"return {factor}"])[0]
+        inner, lines = self.split_inner(lines) if value and slope else ("", lines)
+        unpack = "score, result_factor = score_and_factor"
+        text = needed(head, [unpack, *lines] if of_score else lines)[0]
+        return Text(text, score_factor, inner), steady
 
-    def led(self, lines: list[str]) -> tuple[str, list[str]]:
-        """Return the factor of the score that the function is given, and what is left of ``lines``.
+    def split_factor(self, lines: list[str]) -> tuple[str, list[str]]:
+        """Return the factor by which kernels multiply the score, and the remaining ``lines``.
 
-        The factor is the scale. If the function reads the score once, times a value that all scores
-        share, the factor is the scale times that value.
+        The factor is the scale. If the function reads the score only once, in a product with a
+        shared value, the factor is the scale times that value.
         """
         name, value = alone("score", lines)
         factor, of_score = self.names[name].product
@@ -104,25 +113,31 @@ class _Writer(Reader):
             return "scale", lines
         return f"scale * {factor}", replaced("score", name, value, lines)
 
-    def begun(self, lines: list[str]) -> tuple[str, list[str]]:
-        """Return the text of what is done first with the given score, and what is left of
-        ``lines``. It is a function of math, if the function reads the score once, as its argument.
+    def split_inner(self, lines: list[str]) -> tuple[str, list[str]]:
+        """Return the text ``inner`` (see ``Text``), and the remaining ``lines``.
+
+        ``inner`` applies a function of ``_INNER``, if the caller's function reads the score only
+        once, as the argument of that function. If not, the text is empty.
         """
         score, (name, value) = "score", alone("score", lines)
-        if value == "score":  # by a factor
+        if value == "score":  # ``split_factor`` has removed a factor
             score, (name, value) = name, alone(name, lines)
-        for function in _FIRST:
+        for function in _INNER:
             if value == f"float32(math.{function}({score}))":
-                first = f"def mod(score):\n    return float32(math.{function}(score))\n"
-                return first, replaced("score", name, value, lines)
+                inner = f"def mod(score):\n    return float32(math.{function}(score))\n"
+                return inner, replaced("score", name, value, lines)
         return "", lines
 
-    def in_unit(self, value: str) -> str:
-        """Return the value in the unit in which the kernel wants it."""
+    def multiplied_result(self, value: str) -> str:
+        """Return the product of ``result_factor`` and the value.
+
+        Kernels pass the ``result_factor`` 1, or log2(e) for a score in units of log2. A shared
+        factor of the value is multiplied with ``result_factor`` first.
+        """
         factor, rest = self.names[value].product
         if not factor:
-            return f"unit * {value}"
-        whole = f"unit * {factor}"
+            return f"result_factor * {value}"
+        product = f"result_factor * {factor}"
         if OF_NUMBERS.fullmatch(factor):
-            whole = f"{self.put(f'{_LOG2E} * {factor}')} if unit != {ONE} else {factor}"
-        return f"{self.put(whole)} * {rest}"
+            product = f"{self.put(f'{_LOG2E} * {factor}')} if result_factor != {ONE} else {factor}"
+        return f"{self.put(product)} * {rest}"

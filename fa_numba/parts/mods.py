@@ -29,10 +29,10 @@ def make_apply_score_mod(spec, unit):
     """``apply_score_mod(rS, scale, tile)``: rS to ``unit`` times score_mod of ``scale`` rS."""
     RS, mod = spec.TM * spec.TN, spec.features.score_mod
     each = _make_each(spec, 0, _make_changed(spec, unit), _chunk_of(mod))
-    lead = make_lead(mod and mod.value)
+    score_factor = make_score_factor(mod and mod.value)
 
     def apply_score_mod(rS, scale, tile):
-        factor = lead(scale, tile.head.options)
+        factor = score_factor(scale, tile.head.options)
         for e in range(RS):
             rS[e] *= factor
         each(rS, rS, scale, tile)
@@ -153,8 +153,8 @@ def _make_changed(spec, unit):
     def changed(rG, rS, e, scale, place, head):
         row, col, origin = place
         i, j = inside(row, col, head)
-        given = rS[e], unit
-        s = score_mod(given, int32(head.b), int32(head.h), i, j, origin, head.options)
+        score_and_factor = rS[e], unit
+        s = score_mod(score_and_factor, int32(head.b), int32(head.h), i, j, origin, head.options)
         # Beyond the last row are zeros, which stay those of rows of zeros where rows are summed.
         if not keeps or uint32(row) < head.Nq:
             rS[e] = s
@@ -167,7 +167,7 @@ def _make_slope(spec):
     features = spec.features
     softcap, of_slope = features.softcap, _slope_text(features)
     slope_of = called(of_slope)
-    lead = make_lead(of_slope)
+    score_factor = make_score_factor(of_slope)
     inside = _make_inside(features, features.slope_of is not None and features.slope_of.inside)
     modified, keeps = features.slope_of is not None, features.keeps_scores
     slopes, AT = features.slopes, spec.TM * spec.TN if features.slopes else 0
@@ -180,8 +180,10 @@ def _make_slope(spec):
             s, by, g = head.options.softcap * t, ONE, float32(1.0) - t * t
         i, j = inside(row, col, head)
         if modified:
-            given = lead(by, head.options) * s, ONE
-            g *= slope_of(given, int32(head.b), int32(head.h), i, j, origin, head.options)
+            score_and_factor = score_factor(by, head.options) * s, ONE
+            g *= slope_of(
+                score_and_factor, int32(head.b), int32(head.h), i, j, origin, head.options
+            )
         if slopes:
             rG[e] = g
         if keeps:
@@ -369,7 +371,7 @@ def make_p_and_slope(spec):
     alibi, bias, dropout = features.alibi, features.bias, features.dropout
     mods = [mod for mod in (features.score_mod, features.slope_of) if mod is not None]
     inside = _make_inside(spec.features, any(mod.inside for mod in mods))
-    HIDDEN = hidden_score(features.given)
+    HIDDEN = hidden_score(features.kept_scores_text)
 
     def p_and_slope(score, shift, kept, place, head):
         row, col, origin = place
@@ -400,19 +402,19 @@ def _make_value_and_slope(features):
     mod, at_once = features.score_mod, features.score_mod_grad is None
     of_slope = _slope_text(features)
     text = mod and (mod.both if at_once else mod.value)
-    led = bool(features.given.lead)
-    lead, first = make_lead(None if led else text), make_first(None if led else text)
+    done = None if features.kept_scores_text.score_factor else text
+    score_factor, inner = make_score_factor(done), make_inner(done)
     score_mod, slope_of = called(text), called(of_slope)
-    slope_lead = make_lead(of_slope)
+    slope_factor = make_score_factor(of_slope)
 
     def value_and_slope(s, i, j, origin, head):
         b, h, options = int32(head.b), int32(head.h), head.options
-        given = first(lead(ONE, options) * s), LOG2E
+        score_and_factor = inner(score_factor(ONE, options) * s), LOG2E
         if at_once:
-            return score_mod(given, b, h, i, j, origin, options)
-        for_slope = slope_lead(ONE, options) * s, ONE
+            return score_mod(score_and_factor, b, h, i, j, origin, options)
+        for_slope = slope_factor(ONE, options) * s, ONE
         slope = slope_of(for_slope, b, h, i, j, origin, options)
-        return score_mod(given, b, h, i, j, origin, options), slope
+        return score_mod(score_and_factor, b, h, i, j, origin, options), slope
 
     return value_and_slope
 
@@ -438,7 +440,7 @@ def hidden_score(stays):
     """
     if stays is None:
         return NEG_INF
-    return float32(-2.0) if stays.first else LOWEST
+    return float32(-2.0) if stays.inner else LOWEST
 
 
 def called(text):
@@ -447,25 +449,28 @@ def called(text):
 
 
 @part
-def make_lead(text):
-    """``lead(scale, options)``: the factor of the score of a ``mods.Text``, or without one its
-    scale.
+def make_score_factor(text):
+    """``score_factor(scale, options)``: return the factor by which the product of Q and K is
+    multiplied before the function of ``text``, a ``mods.Text``, is called. None means the scale.
     """
 
-    def lead(scale, options):
+    def score_factor(scale, options):
         return scale
 
-    return _texted(text and text.lead) or lead
+    return _texted(text and text.score_factor) or score_factor
 
 
 @part
-def make_first(text):
-    """``first(score)``: what is done first with the score of a ``mods.Text``."""
+def make_inner(text):
+    """``inner(score)``: apply the inner function of ``text``, a ``mods.Text``, to a score.
 
-    def first(score):
+    The score is returned unchanged if there is no inner function.
+    """
+
+    def inner(score):
         return score
 
-    return _texted(text and text.first) or first
+    return _texted(text and text.inner) or inner
 
 
 def _slope_text(features):

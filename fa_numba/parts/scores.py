@@ -13,7 +13,13 @@ from fa_numba.mods.blocks import FULL
 from fa_numba.parts.bias import make_add_bias, make_block_state
 from fa_numba.parts.bias import make_read_bias as make_read_bias
 from fa_numba.parts.layout import make_column, make_row, make_warp_tile
-from fa_numba.parts.mods import hidden_score, make_apply_score_mod, make_first, make_hide, make_lead
+from fa_numba.parts.mods import (
+    hidden_score,
+    make_apply_score_mod,
+    make_hide,
+    make_inner,
+    make_score_factor,
+)
 from fa_numba.parts.mods import make_slopes as make_slopes
 from fa_numba.parts.namespace import part
 from fa_numba.problem import UNBOUNDED
@@ -75,8 +81,8 @@ def _make_scale_and_mask(spec, unit, hides_blocks, ahead=False):
     score_mod, mask_mod = features.score_mod is not None, features.mask_mod is not None
     # Without a cap a function scales them itself, by the ``scale`` that it is given.
     scales = not spec.folds_scale and (softcap or not score_mod)
-    lead, begin = make_lead(spec.stays), make_first(spec.stays)
-    begins = bool(spec.stays and spec.stays.first)
+    score_factor, inner = make_score_factor(spec.stays), make_inner(spec.stays)
+    has_inner = bool(spec.stays and spec.stays.inner)
     apply_score_mod, hide = make_apply_score_mod(spec, unit), make_hide(spec)
     state_ahead, block_state = ahead and spec.reads_state, make_block_state(spec)
 
@@ -86,12 +92,12 @@ def _make_scale_and_mask(spec, unit, hides_blocks, ahead=False):
         own = warp_tile(tile)
         row0, col0 = tile.i0, own.j0
         if scales:
-            factor = lead(scale, options)
+            factor = score_factor(scale, options)
             for e in range(TM * TN):
                 rS[e] *= factor
-        if begins:
+        if has_inner:
             for e in range(TM * TN):
-                rS[e] = begin(rS[e])
+                rS[e] = inner(rS[e])
         if softcap:
             for e in range(TM * TN):
                 rS[e] = options.softcap * math.tanh(rS[e])

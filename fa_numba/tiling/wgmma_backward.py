@@ -369,7 +369,8 @@ def hidden_alone(spec: _Specialised) -> _Specialised:
     """
     added = replace(spec.features, softcap=False, alibi=False, bias=False, q_lens=True)
     features = replace(added, score_mod=None, score_mod_grad=None)
-    return replace(spec, features=features, positive_scale=False, stays=spec.features.given)
+    stays = spec.features.kept_scores_text
+    return replace(spec, features=features, positive_scale=False, stays=stays)
 
 
 @dataclass(frozen=True)

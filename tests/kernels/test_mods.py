@@ -72,13 +72,14 @@ def written(function, option="score_mod", text="value", scale=1.0, unit=1.0):
         of_numbers = name.startswith("float32(")  # in float64 here
         own = eval(name, known | {"options": options}) if of_numbers else wide(value)
         setattr(options, field, own)
-    lead, own, first = (_executed(each, known) for each in (made.lead, made.text, made.first))
+    texts = made.score_factor, made.text, made.inner
+    score_factor, own, inner = (_executed(each, known) for each in texts)
     if option == "mask_mod":
         return lambda *args: own(*args, 3, options)
 
     def of_score(s, *args):
-        given = lead(scale, options) * (s / scale)
-        return own((first(given) if first else given, unit), *args, 3, options)
+        score = score_factor(scale, options) * (s / scale)
+        return own((inner(score) if inner else score, unit), *args, 3, options)
 
     return of_score
 
@@ -144,7 +145,10 @@ def test_what_is_written_gives_what_the_function_gives(name):
 def test_what_captured_numbers_alone_decide_is_made_before_the_call(number, inverse):
     mod, values = mods.captured("score_mod", lambda s, b, h, i, j: math.sin(s / number))
     assert dict(values) == {"number": number, "float32(1.0) / options.score_mod_0": inverse}
-    assert mod.value.lead == "def mod(scale, options):\n    return scale * options.score_mod_1\n"
+    assert (
+        mod.value.score_factor
+        == "def mod(scale, options):\n    return scale * options.score_mod_1\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -161,7 +165,7 @@ def test_what_captured_numbers_alone_decide_is_made_before_the_call(number, inve
 def test_what_a_function_does_first_with_its_score_is_told(function, first):
     mod = mods.captured("score_mod", function).mod
     text = f"def mod(score):\n    return float32(math.{first}(score))\n" if first else ""
-    assert (mod.both.first, mod.value.first, mod.slope.first) == (text, "", "")
+    assert (mod.both.inner, mod.value.inner, mod.slope.inner) == (text, "", "")
 
 
 @every_function
@@ -362,16 +366,16 @@ def of_single(text):
     """A kernel's function in NumPy's float32."""
     known = {"int32": int32, "float32": np.float32, "math": Single()}
     known |= {"min": np.fmin, "max": np.fmax, **DIVISION}
-    own, lead = (_executed(each, {**known}) for each in text[:2])
+    own, score_factor = (_executed(each, {**known}) for each in text[:2])
     one = np.float32(1)
     return lambda s, i, j: np.float32(
-        own((lead(one, None) * np.float32(s), one), 0, 0, i, j, 0, ())
+        own((score_factor(one, None) * np.float32(s), one), 0, 0, i, j, 0, ())
     )
 
 
 def emulated(text, places):
     """A kernel's function of these places (score, i, j), a thread each."""
-    mod, lead = (
+    mod, score_factor = (
         devices.device_function(mods.function_of(each, **division.DIVISION)) for each in text[:2]
     )
     s = np.float32([x[0] for x in places])
@@ -380,7 +384,8 @@ def emulated(text, places):
 
     def kernel(out, s, i, j):
         t = cuda.threadIdx.x
-        out[t] = mod((lead(float32(1), ()) * s[t], float32(1)), 0, 0, i[t], j[t], 0, ())
+        score = score_factor(float32(1), ()) * s[t]
+        out[t] = mod((score, float32(1)), 0, 0, i[t], j[t], 0, ())
 
     launch(kernel, 1, len(s), out, s, i, j)
     return out
