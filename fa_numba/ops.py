@@ -10,12 +10,11 @@ from fa_numba.choices.requests import Request, check_algorithm, choices_of
 from fa_numba.host import planning
 from fa_numba.host.binding import Binding
 from fa_numba.host.blocks import create
-from fa_numba.host.calls import attend
+from fa_numba.host.calls import call_attention
 from fa_numba.host.merging import merge_all
 from fa_numba.host.merging import merge_backward as merge_backward_all
 from fa_numba.host.plans import Plan
-from fa_numba.host.prefix import attend as attend_prefix
-from fa_numba.host.prefix import plan_of as plan_of_prefix
+from fa_numba.host.prefix import call_with_prefix, plan_with_prefix
 from fa_numba.host.softmax import softmax as softmax_of_vectors
 from fa_numba.mods.blocks import BlockMask
 from fa_numba.options import AttentionOptions, PlanOptions, documents_options
@@ -147,10 +146,10 @@ def plan(
     arguments = Binding.of(options, shapes=True)
     problem = arguments.problem(q_shape, k_shape, v_shape, dtype=dtype)
     if prefix_k is not None:
-        return plan_of_prefix(problem, prefix_k, choices, options)
+        return plan_with_prefix(problem, prefix_k, choices, options)
     # How often a block table is read depends on the copies' width.
     aligned = problem.pages is None or problem.whole_chunks
-    plan = planning.plan_of(problem, choices, aligned, arguments.block_mask)
+    plan = planning.plan_of_attention(problem, choices, aligned, arguments.block_mask)
     arguments.check_mask(problem, choices.tiles, plan.tiles)
     return replace(plan, block_mask=arguments.visited(problem, plan.tiles))
 
@@ -283,7 +282,7 @@ def standard_attention(
     [[0.5, 0.5], [0.5, 0.5]]
     """
     choices = choices_of("standard", "fwd", tiles, unit, return_lse)
-    return attend(choices, (q, k, v), options, stream, out)
+    return call_attention(choices, (q, k, v), options, stream, out)
 
 
 @overload
@@ -417,7 +416,7 @@ def flash_attention_1(
         "fa1", "fwd", tiles, unit, return_lse, ablate,
         query_splits=query_splits, warp_partition=warp_partition,
     )  # fmt: skip
-    return attend(choices, (q, k, v), options, stream, out)
+    return call_attention(choices, (q, k, v), options, stream, out)
 
 
 @overload
@@ -590,8 +589,8 @@ def flash_attention_2(
     choices = choices_of("fa2", "fwd", tiles, unit, return_lse, ablate, kv_splits)
     if prefix_k is not None or prefix_v is not None:
         prefix = prefix_k, prefix_v
-        return attend_prefix(choices, (q, k, v), prefix, options, stream, out)
-    return attend(choices, (q, k, v), options, stream, out)
+        return call_with_prefix(choices, (q, k, v), prefix, options, stream, out)
+    return call_attention(choices, (q, k, v), options, stream, out)
 
 
 @overload
@@ -880,7 +879,7 @@ def standard_attention_backward(
         "standard", "bwd", tiles, unit, return_dbias=return_dbias, return_dsinks=return_dsinks,
         return_dcaptured=return_dcaptured, dlse=dlse is not None,
     )  # fmt: skip
-    return attend(choices, (q, k, v, out, dout, lse, dlse), options, stream)
+    return call_attention(choices, (q, k, v, out, dout, lse, dlse), options, stream)
 
 
 @documents_options
@@ -995,7 +994,7 @@ def flash_attention_1_backward(
         "fa1", "bwd", tiles, unit, return_dbias=return_dbias, return_dsinks=return_dsinks,
         return_dcaptured=return_dcaptured, dlse=dlse is not None, query_splits=query_splits,
     )  # fmt: skip
-    return attend(choices, (q, k, v, out, dout, lse, dlse), options, stream)
+    return call_attention(choices, (q, k, v, out, dout, lse, dlse), options, stream)
 
 
 @documents_options
@@ -1132,7 +1131,7 @@ def flash_attention_2_backward(
         return_dcaptured=return_dcaptured, dlse=dlse is not None, deterministic=deterministic,
         group_splits=group_splits,
     )  # fmt: skip
-    return attend(choices, (q, k, v, out, dout, lse, dlse), options, stream)
+    return call_attention(choices, (q, k, v, out, dout, lse, dlse), options, stream)
 
 
 class BackwardArguments(AttentionOptions, total=False):

@@ -377,7 +377,7 @@ class Bound(NamedTuple):
         splits. ``block_table`` and ``kv_lens`` are here if they are on the GPU. The values that the
         caller's functions use, and the lists of a ``BlockMask``, are here too. Only arguments of
         options that are on are present.
-    unit : float
+    score_unit : float
         Factor of the scores: log2(e) where exponentials are powers of two, else 1. With a
         ``score_mod`` it is applied after that function.
     block_mask : numpy.ndarray of bool or None
@@ -388,7 +388,7 @@ class Bound(NamedTuple):
 
     problem: Problem
     given: Mapping[str, Any]
-    unit: float
+    score_unit: float
     block_mask: np.ndarray | None = None
     block_table: np.ndarray | None = None
 
@@ -501,13 +501,16 @@ def _gradients(mod: Mod) -> dict[str, KernelField]:
     return found
 
 
-def score_unit(problem: Problem, unit: float) -> float:
-    """Return the factor of the scores before a ``score_mod``, whose scores are in natural units."""
-    return unit if problem.score_mod is None else 1.0
+def unit_before_score_mod(problem: Problem, score_unit: float) -> float:
+    """Return ``score_unit``, a factor of the scores, or 1 if there is a ``score_mod``.
+
+    A ``score_mod`` takes scores without this factor, and kernels apply the factor after it.
+    """
+    return score_unit if problem.score_mod is None else 1.0
 
 
 def _softcap(call: Bound) -> float:
-    return (call.problem.softcap or 0.0) * score_unit(call.problem, call.unit)
+    return (call.problem.softcap or 0.0) * unit_before_score_mod(call.problem, call.score_unit)
 
 
 def _of_blocks(name: str, ty: Any, made: Callable[[Bound], np.ndarray]) -> KernelField:

@@ -66,7 +66,7 @@ def plan_of(row):
         dtype, v_shape = options.pop("dtype"), options.pop("v_shape", None)
         shapes = json.loads(row["q"]), json.loads(row["k"]), v_shape
         problem = binding.Binding.of(options, shapes=True).problem(*shapes, dtype=dtype)
-        return planning.plan_of(problem, choices, aligned=False)
+        return planning.plan_of_attention(problem, choices, aligned=False)
 
 
 def _options(given):

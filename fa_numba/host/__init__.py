@@ -1,1 +1,4 @@
-"""From a call to its launches: arrays, binding of arguments, plans, and what is kept of them."""
+"""The steps of a call on the CPU: arrays, options, plan, execution and launch cache.
+
+The public functions of ``ops.py`` and ``kv_cache.py`` call this package.
+"""

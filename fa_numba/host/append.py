@@ -1,4 +1,4 @@
-"""Keys and values appended to the pages of a cache: checks, plan."""
+"""Calls that append keys and values to the pages of a K/V cache: checks, plan and launch."""
 
 from __future__ import annotations
 
@@ -34,18 +34,26 @@ _INTEGERS = ("block_table", "kv_lens", "new_lens")
 def append(
     pages: tuple[Any, Any], new: tuple[Any, Any], options: dict[str, Any], stream: Any
 ) -> None:
-    """Write ``new`` rows to ``pages``, with the arguments of the public function."""
+    """Write new keys and values to the pages of a K/V cache.
+
+    ``pages`` is (k_pages, v_pages) and ``new`` is (k_new, v_new). ``options`` contains the other
+    arguments of ``fa_numba.append_kv`` by name.
+    """
     call = launch_cache.describe_call("append", (*pages, *new), options)
     if launch_cache.replay(call, None, stream) is None:
         _first_append((*pages, *new), options, stream, call)
 
 
-def plan_of(dtype: str, sizes: tuple[int, ...], page_size: int, aligned: bool, ragged: bool):
-    """The plan for new rows of sizes (B, Hk, N, d of K, of V); the rest as the kernel has it."""
+def plan_of_append(dtype: str, sizes: tuple[int, ...], page_size: int, aligned: bool, ragged: bool):
+    """Return the plan that appends N rows to each of B sequences.
+
+    ``sizes`` is (B, Hk, N, head dimension of K, head dimension of V). ``aligned`` says that rows
+    start at 16-byte addresses. ``ragged`` says that each sequence has its own number of new rows.
+    """
     batch, heads, N, *columns = sizes
     kernel = make_append(*columns, dtype, page_size, aligned, ragged)
     bound = dict(zip(("K", "V", "newK", "newV"), NAMES, strict=True))
-    if not ragged:  # all sequences get all rows, so the kernel does not read how many
+    if not ragged:  # the kernel does not read ``new_lens``, so any array of integers will do
         bound["new_lens"] = "kv_lens"
     launch = Launch.of(kernel, (blocks(N, max(columns), dtype, aligned), heads, batch), **bound)
     uncounted = (*UNIFORM, "new_lens", "block_table")
@@ -53,7 +61,11 @@ def plan_of(dtype: str, sizes: tuple[int, ...], page_size: int, aligned: bool, r
 
 
 def check_rows(new: int, most: int) -> None:
-    """Raise ValueError for more rows of ``k_new``, or of a sequence's pages, than 32 bits count."""
+    """Raise ValueError if there are too many rows for kernels, which count rows in 32 bits.
+
+    ``new`` is the number of rows of k_new. ``most`` is the number of rows in all pages that the
+    block table lists for a sequence.
+    """
     pages = "all pages that block_table lists for a sequence together"
     for what, rows in (("each sequence of k_new", new), (pages, most)):
         if rows > MAX_SEQLEN:
@@ -111,7 +123,7 @@ def _first_append(given: tuple, options: dict[str, Any], stream: Any, call: Any)
         aligned = all(n % DTYPES[k_pages.dtype].chunk == 0 for n in (d, d_v))
         aligned = aligned and all_aligned(inputs, k_pages)
         of_new = (batch, new[heads], N, d, d_v)
-        plan = plan_of(k_pages.dtype, of_new, page_size, aligned, counts is not None)
+        plan = plan_of_append(k_pages.dtype, of_new, page_size, aligned, counts is not None)
         placement.check_grid(plan, "k_new")
         values = dict(zip(_INTEGERS, (paged.table, lens, host_counts), strict=True))
 

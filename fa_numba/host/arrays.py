@@ -1,4 +1,4 @@
-"""Arrays of any library as kernels see them, without a copy where none is needed; their checks."""
+"""Arrays of any library as ``Operand`` objects, which kernels can read without a copy; checks."""
 
 from __future__ import annotations
 
@@ -19,39 +19,36 @@ from fa_numba.host.overlap import overlap, overlaps_itself
 from fa_numba.masks import numeric_mask
 
 HOST = -1
-SUMS = ("float32",)  # dtypes of lse, bias and alibi_slopes, whatever q has
-MASKS = ("float32", "float16", "bfloat16", "bool")  # of attn_mask, which becomes a float32 one
-CAPTURED = (*SUMS, INDEX.name, FLAG.name)  # of what functions of the caller's take from outside
-INTEGERS = (INDEX.name,)  # of a block table and of lengths that are not read back
+# Allowed dtypes of arguments that need not have the dtype of q.
+SUMS = ("float32",)  # lse, bias and alibi_slopes
+MASKS = ("float32", "float16", "bfloat16", "bool")  # attn_mask, which is converted to float32
+CAPTURED = (*SUMS, INDEX.name, FLAG.name)  # arrays that the caller's functions capture
+INTEGERS = (INDEX.name,)  # a block table and lengths that are on a GPU
 
 
 @dataclass(frozen=True)
 class Operand:
-    """An array that a caller gave, of any library, as memory with a dtype, a shape and strides.
+    """A caller's array of any library, as memory with an address, a dtype, a shape and strides."""
 
-    ``ordinal`` is its GPU's, or HOST; ``strides`` are in bytes. ``host`` is a NumPy view of
-    host memory, None on a GPU; ``owner`` is the caller's array. ``empty(shape, dtype)`` makes a new
-    array on the same device, of the same library or, where that one's arrays are never written, one
-    that ``finish`` turns into the library's.
-    """
-
-    name: str
-    library: str
-    ordinal: int
+    name: str  # the name of the argument, for messages
+    library: str  # "numpy", "torch", "cupy", "jax", "interface" or "dlpack"
+    ordinal: int  # the number of the GPU, or HOST
     dtype: str
     shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    pointer: int
-    host: np.ndarray | None
-    owner: Any
-    empty: Callable[[tuple[int, ...], str], Any]
+    strides: tuple[int, ...]  # in bytes
+    pointer: int  # address of the first element
+    host: np.ndarray | None  # a NumPy view of host memory; None on a GPU
+    owner: Any  # the caller's array
+    empty: Callable[[tuple[int, ...], str], Any]  # (shape, dtype): new array on the same device
     writable: bool = True
+    # Converts an array of ``empty`` to the library's type, if the library has no writable arrays.
     finish: Callable[[Any], Any] | None = None
 
     @property
     def aligned(self) -> bool:
-        """Whether every row starts at a 16-byte address and is contiguous, and no axis goes
-        backwards, as tensor maps cannot.
+        """Whether every row is contiguous and starts at a 16-byte address.
+
+        No stride may be negative, because tensor maps do not support negative strides.
         """
         *rows, last = self._used_strides
         return (
@@ -62,7 +59,7 @@ class Operand:
 
     @property
     def _used_strides(self) -> tuple[int, ...]:
-        """The strides without the values that no index uses, those of axes of length 1."""
+        """The strides in bytes, where axes of length 1 have the strides of a contiguous array."""
         return used_strides(self.shape, self.strides, STORED[self.dtype].bytes)
 
     @property
@@ -70,7 +67,10 @@ class Operand:
         return "host memory" if self.ordinal == HOST else f"GPU {self.ordinal}"
 
     def argument(self) -> Any:
-        """What ``device.launch`` takes."""
+        """Return the array in the form that ``device.launch`` takes.
+
+        This is a NumPy array for host memory, and a ``DeviceArray`` for GPU memory.
+        """
         if self.host is not None:
             host, array = STORED[self.dtype].host, without_unused_strides(self.host)
             return array if self.dtype == host else array.view(host)
@@ -87,7 +87,10 @@ def _from_numpy(name: str, array: np.ndarray, library: str, owner: Any, empty: C
 
 
 def _name(dtype: np.dtype) -> str:
-    """A name that is among those allowed where the bytes have this machine's order."""
+    """Return the name of a dtype, such as "float32".
+
+    A dtype with foreign byte order gets a name like ">f4", which no function allows.
+    """
     return dtype.name if dtype.isnative else dtype.str
 
 
@@ -97,7 +100,10 @@ def variable_of(name: str) -> str:
 
 
 def check_dtype(name: str, dtype: str, library: str, allowed: Sequence[str]) -> None:
-    """Raise TypeError unless ``dtype`` is ``allowed``, with the conversion in that ``library``."""
+    """Raise TypeError unless ``dtype`` is ``allowed``.
+
+    The message shows how to convert an array of this ``library``.
+    """
     if dtype not in allowed:
         if name == "out" and len(allowed) == 1:
             raise TypeError(f"out must have the dtype of the inputs ({allowed[0]}), got {dtype}")
@@ -122,7 +128,10 @@ _CONVERSIONS = {
 
 
 def _conversion(name: str, dtype: str, library: str, allowed: Sequence[str]) -> str:
-    """Return how to convert an array to an allowed dtype, as the end of a message, or ""."""
+    """Return the end of a message that says how to convert an array to an allowed dtype.
+
+    Return "" if there is no such advice.
+    """
     integer = dtype.startswith(("int", "uint"))
     numeric = integer or dtype.startswith(("float", "bfloat", "bool", "<f", ">f"))
     if library not in _CONVERSIONS or not numeric or name == "out":
@@ -135,13 +144,19 @@ def _conversion(name: str, dtype: str, library: str, allowed: Sequence[str]) -> 
 
 
 def _of_library(library: str, kind: str, array: Any) -> bool:
-    """Whether ``array`` is a ``library.kind``; False where that library is not imported."""
+    """Return whether ``array`` is a ``library.kind``, such as a torch.Tensor.
+
+    Return False if the library is not imported.
+    """
     module = sys.modules.get(library)
     return module is not None and isinstance(array, getattr(module, kind))
 
 
 def _read(name: str, tensor: Any, how: Callable[[Any], Any]) -> Any:
-    """``how(tensor)``, which looks at a torch tensor's memory."""
+    """Return ``how(tensor)``, where ``how`` accesses the memory of a torch tensor.
+
+    Raise TypeError if the tensor has no memory.
+    """
     try:
         return how(tensor)
     except RuntimeError as error:
@@ -152,7 +167,7 @@ def _read(name: str, tensor: Any, how: Callable[[Any], Any]) -> Any:
 
 
 def has_tangent(tensor: Any) -> bool:
-    """Whether a torch tensor is one of forward-mode differentiation."""
+    """Return whether a torch tensor has a tangent, from forward-mode differentiation."""
     unpacked = sys.modules["torch"].autograd.forward_ad.unpack_dual(tensor)
     return unpacked.tangent is not None
 
@@ -180,8 +195,9 @@ def check_dense(name: str, tensor: Any) -> None:
 
 
 def check_tensor(name: str, tensor: Any) -> None:
-    """Raise TypeError for anything but a dense torch tensor, ValueError for one with a tangent,
-    which results would not have.
+    """Raise TypeError unless ``tensor`` is a dense torch tensor.
+
+    Raise ValueError for a tensor with a tangent, because the results would have no tangent.
     """
     if not isinstance(tensor, sys.modules["torch"].Tensor):
         raise TypeError(f"{name} must be a torch tensor, got {kind_of(tensor)}")
@@ -226,7 +242,7 @@ def _from_torch(name: str, tensor: Any, allowed: Sequence[str]) -> Operand:
 
 
 def _instead(name: str) -> str:
-    """Return what to do with a tensor that requires a gradient."""
+    """Return the advice of an error message about a tensor that requires a gradient."""
     detached = f"pass {variable_of(name)}.detach(), or call it under torch.no_grad()"
     if name.startswith(("outputs[", "lses[")):
         return f"call fa_numba.torch.merge instead, or {detached}"
@@ -236,7 +252,7 @@ def _instead(name: str) -> str:
 
 
 def _contiguous(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """The strides in bytes of an array that has no gaps."""
+    """Return the strides in bytes of a contiguous array."""
     return tuple(np.cumprod((itemsize, *shape[:0:-1]), dtype=np.int64)[::-1].tolist())
 
 
@@ -268,7 +284,8 @@ def _from_interface(name: str, array: Any) -> Operand:
             return cupy.empty(shape, dtype=dtype)
 
     elif interface.get("stream"):
-        # What still writes the array on another stream; CuPy's is the one that we launch on.
+        # Wait for work on the stream that writes the array. Calls with CuPy arrays need not wait,
+        # because their kernels run on CuPy's current stream.
         device.synchronize(interface["stream"])
     dtype, steps, writable = _name(dtype), tuple(strides), not read_only
     return Operand(
@@ -287,7 +304,7 @@ def _from_dlpack(name: str, array: Any) -> Operand:
         )
     from cuda.core.utils import StridedMemoryView
 
-    # 1 is the legacy default stream, on which such arrays are computed unless told otherwise.
+    # 1 is the legacy default stream. The producer makes that stream wait for the array's values.
     view = StridedMemoryView.from_dlpack(array, stream_ptr=1)
     itemsize, shape = view.dtype.itemsize, tuple(view.shape)
     steps = _contiguous(shape, itemsize)
@@ -301,7 +318,11 @@ def _from_dlpack(name: str, array: Any) -> Operand:
 
 
 def _from_jax(name: str, array: Any) -> Operand:
-    """A JAX array, which nobody writes: results are made elsewhere and become JAX arrays."""
+    """Return the operand of a JAX array.
+
+    JAX arrays are not writable. Results are computed in NumPy or Numba arrays, and ``finish``
+    converts them to JAX arrays.
+    """
     jax = sys.modules["jax"]
     if isinstance(array, jax.core.Tracer):
         raise TypeError(
@@ -339,14 +360,15 @@ def _from_jax(name: str, array: Any) -> Operand:
 
 
 def operand(name: str, array: Any, allowed: Sequence[str] = tuple(DTYPES)) -> Operand:
-    """Describe ``array``: NumPy, torch, JAX, ``__cuda_array_interface__`` or DLPack.
+    """Return the operand of an array of NumPy, torch, CuPy or JAX.
 
-    Raises TypeError for anything else (a list is not converted), and for a dtype that is not
-    ``allowed``.
+    Other arrays need ``__cuda_array_interface__`` or DLPack. Raises TypeError for anything else,
+    such as a list, and for a dtype that is not ``allowed``. Raises ValueError for an address or
+    strides that are not multiples of the size of an element.
     """
     checks.check_unmasked(name, array, ", and attn_mask to hide keys" if name in "qkv" else "")
     if isinstance(array, np.ndarray):
-        # The array's own dtype: NumPy has no bfloat16, a library's is an object.
+        # ``array.dtype`` itself, because NumPy knows no name for a library's bfloat16.
         def empty(shape, dtype):
             return np.empty(shape, array.dtype if dtype == array.dtype.name else dtype)
 
@@ -379,16 +401,17 @@ def operand(name: str, array: Any, allowed: Sequence[str] = tuple(DTYPES)) -> Op
 
 
 def address_and_kind(array: Any) -> tuple[int, tuple] | None:
-    """Cheaply, without an ``Operand``: where a GPU array lies, and all else that a call depends on.
+    """Return the address of a GPU array, and the kind of the array, for the launch cache.
 
-    The second is (library, GPU, dtype, shape, strides, alignment ...). Two arrays for which it is
-    equal are both taken or both refused by ``operand`` and by every later check that does not ask
-    where they lie, and launches with one are right for the other once its address is put in. None
-    for an array in host memory, and for one that only ``operand`` can judge.
+    The kind is a tuple (library, GPU, dtype, shape, strides, address modulo 16, ...). Two arrays of
+    equal kind both pass or both fail the checks of a call, except for checks of the addresses.
+    Launches that were recorded for one of them are right for the other, with its address. This
+    function is faster than ``operand``. It returns None for arrays in host memory, and for arrays
+    that need the checks of ``operand``.
     """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(array, torch.Tensor):
-        # A subclass may see what is done to it, and do other things.
+        # A subclass may override the attributes that are read below.
         plain = type(array) is torch.Tensor or type(array) is torch.nn.Parameter
         if not plain or not array.is_cuda or array.layout is not torch.strided or array.is_neg():
             return None
@@ -398,7 +421,7 @@ def address_and_kind(array: Any) -> tuple[int, tuple] | None:
             return None
         try:
             pointer = array.data_ptr()
-        except RuntimeError:  # said with the array's name by ``operand``
+        except RuntimeError:  # ``operand`` raises the error with the array's name
             return None
         kinds = ("torch", array.get_device(), array.dtype)
         return pointer, (*kinds, array.shape, array.stride(), pointer % 16)
@@ -406,7 +429,7 @@ def address_and_kind(array: Any) -> tuple[int, tuple] | None:
         return None
     try:
         found = _from_interface("", array)
-    except ValueError:  # said with the array's name by ``operand``
+    except ValueError:  # ``operand`` raises the error with the array's name
         return None
     kinds = (found.library, found.ordinal, found.dtype)
     layout = (found.shape, found.strides, found.pointer % 16)
@@ -414,9 +437,10 @@ def address_and_kind(array: Any) -> tuple[int, tuple] | None:
 
 
 def lies_on_gpu(array: Any) -> bool:
-    """Whether kernels can read ``array``, of any library, where it lies on a GPU.
+    """Return whether ``array`` is on a GPU, so that kernels can read it there.
 
-    JAX computes on streams of its own: its arrays are read back as if they lay on the host.
+    Return False for JAX arrays. JAX computes on its own streams, so its arrays are copied to the
+    host.
     """
     if _of_library("torch", "Tensor", array):
         return bool(array.is_cuda)
@@ -426,16 +450,20 @@ def lies_on_gpu(array: Any) -> bool:
 
 
 def pointer_of(library: str, array: Any) -> int:
-    """The address of a new GPU array that ``Operand.empty`` of a ``library``'s array has made."""
+    """Return the address of a GPU array that ``Operand.empty`` has returned.
+
+    ``library`` is the field ``library`` of that operand.
+    """
     if library == "torch":
         return array.data_ptr()
     return array.__cuda_array_interface__["data"][0]
 
 
 def on_host(name: str, array: Any) -> np.ndarray:
-    """A copy on the host of a small array of any library and dtype, or of a sequence of numbers.
+    """Return a small array of any library, or a sequence of numbers, as a NumPy array.
 
-    Raises ValueError for rows of several lengths, TypeError for what is neither.
+    Arrays on a GPU are copied to the host. Raises ValueError for rows of different lengths, and
+    TypeError for anything that is neither an array nor a sequence of values.
     """
     if _of_library("torch", "Tensor", array):
         check_dense(name, array)
@@ -448,7 +476,7 @@ def on_host(name: str, array: Any) -> np.ndarray:
     if isinstance(array, (np.ndarray, Sequence)) and not isinstance(array, (str, bytes)):
         try:
             return np.asarray(array)
-        except ValueError:  # rows of several lengths
+        except ValueError:  # rows of different lengths
             raise ValueError(
                 f"{name} must contain numbers in rows of equal length, got {kind_of(array)} with "
                 "rows of several lengths"
@@ -459,11 +487,10 @@ def on_host(name: str, array: Any) -> np.ndarray:
 
 
 def added_mask(mask: Any) -> Any:
-    """What ``attn_mask`` adds to the scores, float32: 0 where True and -inf where False, or numbers
-    as they are.
+    """Return the float32 array that ``attn_mask`` adds to the scores, on the device of the mask.
 
-    The array is of the mask's library and on its device; what is no mask comes back as it is, for
-    ``operand`` to refuse.
+    A bool mask becomes 0 for True and -inf for False. Numbers are converted to float32. An argument
+    that is no mask is returned unchanged, and ``operand`` raises the error later.
     """
     if _of_library("torch", "Tensor", mask):
         torch = sys.modules["torch"]
@@ -485,17 +512,20 @@ def added_mask(mask: Any) -> Any:
 
 
 def all_aligned(operands: Sequence[Operand], first: Operand) -> bool:
-    """Whether 16-byte accesses of all are allowed; copies made for the GPU, where ``first`` is not,
-    always allow them.
+    """Return whether kernels may use 16-byte accesses to the rows of all operands.
+
+    If a GPU runs the call and ``first`` is in host memory, the operands are copied to the GPU. Such
+    copies always allow 16-byte accesses.
     """
     copies = device.on_gpu() and first.ordinal == HOST
     return copies or all(x.aligned for x in operands)
 
 
 def check_together(operands: list[Operand], single: Sequence[Operand] = ()) -> None:
-    """Raise ValueError unless all are on one device, and TypeError unless of one dtype.
+    """Raise ValueError unless all arrays are on one device.
 
-    Those in ``single`` have dtypes of their own.
+    Raise TypeError unless all ``operands`` have one dtype. The arrays in ``single`` may have other
+    dtypes.
     """
     first = operands[0]
     for other in single:
@@ -511,7 +541,7 @@ def check_together(operands: list[Operand], single: Sequence[Operand] = ()) -> N
 
 
 def check_device(first: Operand, other: Operand) -> None:
-    """Raise ValueError unless both are on one device."""
+    """Raise ValueError unless both arrays are on the same device."""
     if other.ordinal != first.ordinal:
         raise ValueError(
             f"{other.name} must be on the device of {variable_of(first.name)} ({first.where}), got "
@@ -520,14 +550,18 @@ def check_device(first: Operand, other: Operand) -> None:
 
 
 def check_shape(array: Operand, shape: tuple[int, ...]) -> None:
-    """Raise ValueError unless ``array`` has that shape."""
+    """Raise ValueError unless ``array`` has the shape ``shape``."""
     checks.check_shape(array.name, array.shape, shape)
 
 
 def operand_of_out(
     out: Any, shape: tuple[int, ...], first: Operand, inputs: Sequence[Operand]
 ) -> Operand | None:
-    """``out`` if it can take a result of this shape like ``first``, beside ``inputs``, or None."""
+    """Return the operand of the argument ``out``, or None if the caller did not pass ``out``.
+
+    Raises ValueError or TypeError unless ``out`` has ``shape``, has the dtype and the device of
+    ``first``, is writable, and shares no memory with the ``inputs``.
+    """
     if out is None:
         return None
     target = operand("out", out, (first.dtype,))
@@ -538,7 +572,11 @@ def operand_of_out(
 
 
 def check_written(out: Operand, inputs: list[Operand]) -> None:
-    """Raise ValueError unless ``out`` can be written to beside ``inputs``."""
+    """Raise ValueError unless kernels can write to ``out`` while they read the ``inputs``.
+
+    ``out`` must be writable, be of the library of ``inputs[0]``, and have a separate address for
+    each element. It must not share memory with an input.
+    """
     if not out.writable:
         raise ValueError(f"{out.name} must be writable, got a read-only {_KINDS[out.library]}")
     if out.library != inputs[0].library:

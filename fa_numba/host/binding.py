@@ -1,4 +1,4 @@
-"""A call's options: from what the caller gave to a Problem's fields and a kernel's arguments."""
+"""Binding: maps the options of a call to the fields of a ``Problem`` and to kernel arguments."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fa_numba.host.arrays import (
     operand,
 )
 from fa_numba.mods.blocks import BlockMask, BlockSize
-from fa_numba.options import Bound, Features, as_word, check_names, score_unit, signed
+from fa_numba.options import Bound, Features, as_word, check_names, signed, unit_before_score_mod
 from fa_numba.problem import OptionFields, Problem, check_block_mask
 from fa_numba.tiling import Tiles
 
@@ -32,54 +32,47 @@ LOG2E = math.log2(math.e)
 _SEEDS = ("seed_low", "seed_high", "offset")
 _STARTS = ("cu_seqlens_q", "cu_seqlens_k")
 LENGTHS = ("q_lens", "kv_lens", *_STARTS)
-# Options that are arrays on the call's device, always in float32, and what kernels know them by.
+# Options that are arrays on the call's device, with the names that kernels use. Kernels read them
+# as float32.
 ARRAYS = {"bias": "bias", "attn_mask": "bias"} | {n: n for n in ("alibi_slopes", "sinks")}
-# Integer arrays that are used where they lie on a GPU, and else go there by value.
+# Integer arrays that kernels read from the caller's array on a GPU, or from a copy of a host array.
 PAGING = ("block_table", "kv_lens")
 
 
 @dataclass(frozen=True)
 class Paging:
-    """Where the block table and the lengths beside it are.
+    """The block table of a call, with the lengths of the sequences (``kv_lens``)."""
 
-    ``shape`` is the table's, None without a table. ``table`` is on the host. ``arrays`` are the
-    table and the lengths that are on a GPU, by name. ``checked`` are a table and lengths whose
-    values have to be compared with the pages.
-    """
-
-    shape: tuple[int, ...] | None = None
-    table: np.ndarray | None = None
+    shape: tuple[int, ...] | None = None  # of the table; None without a table
+    table: np.ndarray | None = None  # the table, if it is on the host
+    # The table and the lengths that are on a GPU, by name.
     arrays: Mapping[str, Operand] = field(default_factory=dict)
+    # Copies of table and lengths on the host, if their values must be checked.
     checked: tuple[np.ndarray, np.ndarray] | None = None
 
 
 @dataclass(frozen=True)
 class Binding:
-    """The options of one call, checked as far as they can be without q.
+    """The options of one call, after all checks that do not need q."""
 
-    ``fields`` are those that ``Problem.from_shapes`` takes unchanged. ``shapes`` are the shapes of
-    the arrays among the options, and ``starts`` cumulative lengths, both by the caller's names.
-    ``arrays`` are the operands among the options, and ``numbers`` what functions of the caller
-    capture besides arrays, both by the kernels' names. ``block_mask`` is on the host, or a
-    ``BlockMask``. ``paged`` says where a block table is.
-    """
-
-    fields: OptionFields
-    shapes: Mapping[str, tuple[int, ...]]
-    starts: Mapping[str, np.ndarray]
-    arrays: Mapping[str, Operand]
-    block_mask: np.ndarray | BlockMask | None
+    fields: OptionFields  # fields that ``Problem.from_shapes`` takes unchanged
+    shapes: Mapping[str, tuple[int, ...]]  # shapes of arrays, by the caller's name of the option
+    starts: Mapping[str, np.ndarray]  # ``cu_seqlens_q`` and ``cu_seqlens_k``
+    arrays: Mapping[str, Operand]  # arrays on the call's device, by the name that kernels use
+    block_mask: np.ndarray | BlockMask | None  # an array is on the host
     seed: int
     offset: int
     paged: Paging
+    # Numbers that the caller's functions capture, by the name that kernels use.
     numbers: Mapping[str, int | float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, options: Mapping[str, Any], *, shapes: bool = False) -> Binding:
-        """Return the binding of ``options``; with ``shapes`` arrays may be given as their shapes.
+        """Return the binding of ``options``, a mapping from names of options to values.
 
-        None stands for an option that is not given. Raises TypeError or ValueError for a name that
-        is no option, and for a value that an option cannot have.
+        The value None means that the option is not used. With ``shapes``, an array may be replaced
+        by its shape, as in ``fa_numba.plan``. Raises TypeError or ValueError for an unknown name
+        and for an invalid value.
         """
         check_names(options)
         given = {name: value for name, value in options.items() if value is not None}
@@ -95,7 +88,7 @@ class Binding:
             else:
                 found = operand(name, array, MASKS if name == "attn_mask" else SUMS)
                 shapes_of[name] = found.shape
-                # Given both, bias and mask are refused by what follows.
+                # If there is a bias too, ``Problem`` raises an error.
                 arrays[known_as] = found
         mask: Any = given.pop("block_mask", None)
         if isinstance(mask, BlockMask):
@@ -132,7 +125,10 @@ class Binding:
         return cls(named, shapes_of, starts, arrays, mask, seed, offset, paged, numbers)
 
     def problem(self, *shapes: Any, dtype: str) -> Problem:
-        """The Problem of q, k and v with these shapes."""
+        """Return the Problem of a call with these shapes of q, k and v.
+
+        Raises ValueError if the options do not fit to the shapes.
+        """
         own = self.shapes
         slopes, sinks = own.get("alibi_slopes"), own.get("sinks")
         problem = Problem.from_shapes(
@@ -160,7 +156,10 @@ class Binding:
         return problem
 
     def check_mask(self, problem: Problem, given: Any, tiles: Tiles) -> None:
-        """Raise unless an array of blocks is one for ``tiles``, which must be ``given``."""
+        """Raise ValueError unless a block mask that is an array has blocks of the size ``tiles``.
+
+        ``given`` is the argument ``tiles`` of the caller, which is required for such a block mask.
+        """
         if self.block_mask is None or isinstance(self.block_mask, BlockMask):
             return
         if given is None:
@@ -171,14 +170,20 @@ class Binding:
         check_block_mask(self.block_mask, problem, tiles)
 
     def at(self, ordinal: int, tiles: Tiles) -> Binding:
-        """Return the options with the arrays of a ``BlockMask`` for ``tiles``, on a device."""
+        """Return the binding with the arrays of a ``BlockMask`` that kernels read for ``tiles``.
+
+        The arrays are on the GPU ``ordinal``, or on the host if ``ordinal`` is HOST.
+        """
         if not isinstance(self.block_mask, BlockMask):
             return self
         found = self.block_mask.lists.at(ordinal, BlockSize(tiles.Br, tiles.Bc))
         return replace(self, arrays={**self.arrays, **found})
 
     def visited(self, problem: Problem, tiles: Tiles) -> np.ndarray | None:
-        """Return which ``tiles`` a call visits, on the host, or None without a block mask."""
+        """Return which tiles a call visits, as an array of bool on the host.
+
+        Return None without a block mask.
+        """
         mask = self.block_mask
         if isinstance(mask, BlockMask):
             return mask.visited_tiles(problem, tiles)
@@ -186,13 +191,20 @@ class Binding:
 
     @property
     def seeds(self) -> dict[str, int]:
-        """The words that dropout draws from, by the kernels' names."""
+        """The 32-bit words of seed and offset, from which dropout draws, by the kernels' names."""
         return dict(zip(_SEEDS, seed_words(self.seed, self.offset), strict=True))
 
-    def values(self, problem: Problem, given: Mapping[str, Any], unit: float) -> dict[str, Any]:
-        """What kernels are passed for options that are on, by name (``options.Bound``)."""
+    def values(
+        self, problem: Problem, given: Mapping[str, Any], score_unit: float
+    ) -> dict[str, Any]:
+        """Return the fields of the kernels' last argument, ``options``, by name.
+
+        There are fields only for options that the call uses. ``given`` contains launch arguments by
+        name, and ``score_unit`` is a factor of the scores (both as in ``options.Bound``).
+        """
         given = {**given, **self.numbers}
-        call = Bound(problem, given, unit, self.block_mask, self.paged.table)  # type: ignore[arg-type]
+        mask: Any = self.block_mask
+        call = Bound(problem, given, score_unit, mask, self.paged.table)
         values: dict[str, Any] = {}
         mod = problem.score_mod
         features = Features.of(
@@ -214,14 +226,15 @@ class Binding:
 
 
 def _used(name: str, option: str, mod: Any) -> str:
-    """What messages call an array that a caller's function captures as ``name``."""
+    """Return how messages name an array that a caller's function captures as ``name``."""
     return f"{name} in {option}, {mod},"
 
 
 def paging(block_table: Any, kv_lens: Any, check_table: Any, *, shapes: bool = False) -> Paging:
-    """Return where a block table and lengths are; with ``shapes`` the table may be its shape.
+    """Return the ``Paging`` of the options ``block_table``, ``kv_lens`` and ``check_table``.
 
-    Raises TypeError or ValueError for a table without lengths, and for a wrong ``check_table``.
+    With ``shapes``, ``block_table`` may be the shape of a table. Raises ValueError for a table
+    without lengths, and TypeError or ValueError for an invalid table or ``check_table``.
     """
     reads_back = as_flag("check_table", check_table)
     if block_table is None:
@@ -249,26 +262,36 @@ def paging(block_table: Any, kv_lens: Any, check_table: Any, *, shapes: bool = F
     return Paging(shape, host, arrays, (read, on_host("kv_lens", kv_lens)))
 
 
-def score_scale(problem: Problem, unit: float) -> float:
-    """What the scores are multiplied by first: with a cap, for the argument of tanh."""
+def score_scale(problem: Problem, score_unit: float) -> float:
+    """Return the factor by which kernels multiply the products of Q and K.
+
+    ``score_unit`` is a further factor of the scores, log2(e) or 1. With ``softcap``, the result is
+    the factor for the argument of tanh.
+    """
     if problem.softcap is not None:
         return problem.scale / problem.softcap
-    return problem.scale * score_unit(problem, unit)
+    return problem.scale * unit_before_score_mod(problem, score_unit)
 
 
 def pack(kernel: device.Kernel, values: Mapping[str, Any]) -> tuple:
-    """The last argument of ``kernel``: of ``values`` those that it was compiled for."""
+    """Return the last argument of ``kernel``, ``options``.
+
+    It contains those of the ``values`` for which the kernel was compiled.
+    """
     ty = kernel.argument_types[-1]
     return ty.instance_class(*(values[name] for name in ty.fields))
 
 
 def seed_words(seed: int, offset: int) -> tuple[int, int, int]:
-    """The halves of ``seed`` and ``offset`` as kernels take them."""
+    """Return the low and the high word of ``seed``, and ``offset``, as signed 32-bit integers."""
     return signed(seed & 0xFFFFFFFF), signed(seed >> 32), signed(offset)
 
 
 def sent(array: np.ndarray) -> Any:
-    """A small array as a launch argument; on a GPU the last ones are kept there."""
+    """Return a small host array as a launch argument.
+
+    If a GPU runs the call, the array is copied to the GPU. The last 64 copies are cached.
+    """
     if not device.on_gpu():
         return array
     key = (array.tobytes(), array.dtype.str, array.shape)

@@ -1,4 +1,4 @@
-"""The blocks of a ``mask_mod``: checks, plan, and lists of them where they are read."""
+"""``create_block_mask``: checks, plan and launch, and the arrays that kernels read of a mask."""
 
 from __future__ import annotations
 
@@ -24,22 +24,24 @@ from fa_numba.mods.blocks import EMPTY, BlockMask, BlockSize, next_visited, stat
 from fa_numba.options import UNIFORM, Features
 from fa_numba.problem import Problem, check_blocks
 
-STEPS_PER_ELEMENT = 40  # of a multiply-add of a tile, in time on the emulator
+# Time of the emulator for one element of a mask, in multiply-adds of a tile.
+STEPS_PER_ELEMENT = 40
 
-
-# Rows and columns of a block that nobody chose, by the longest sequence; and how many blocks a mask
-# then has, before its blocks become larger.
+# Block sizes for block_size="auto": (longest sequence, rows and columns of a block). Longer
+# sequences get _LARGE. A mask of more than _MOST_BLOCKS blocks gets larger ones, up to _LARGEST.
 _SIZES = ((2048, 16), (4096, 32))
 _LARGE, _LARGEST = 64, 128
 _MOST_BLOCKS = 2**20
-MOST_ROWS = 1024  # of a block, and columns: their product is counted in float32
+# Most rows and most columns of a block. A kernel counts the elements of a block in float32.
+MOST_ROWS = 1024
 
 
 class Lists:
-    """The arrays that kernels read of a block mask, for each tile size and device.
+    """The arrays of a block mask that kernels read, for each tile size and device.
 
-    ``made`` are the arrays of the mask's own blocks. The arrays of another tile size are made on
-    the host, when they are first needed. Each array is made once, and copied once to each device.
+    ``made`` contains the arrays for blocks of ``size``, by name. ``seqlens`` are the numbers of
+    rows and columns of S. The arrays for another tile size are computed on the host when they are
+    first needed. Each array is computed once, and copied once to each device.
     """
 
     def __init__(self, made: Mapping[str, Any], size: BlockSize, seqlens: tuple[int, int]) -> None:
@@ -50,11 +52,18 @@ class Lists:
         self._visited: dict[BlockSize, np.ndarray] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return how a pickle is loaded: with the states of the mask's own blocks, on the host."""
+        """Return the function and the arguments with which ``pickle`` loads this object.
+
+        Only the states of the mask's own blocks are stored. Their lists are on the host after
+        loading.
+        """
         return _of_states, (self.states(), self._size, self._seqlens)
 
     def at(self, ordinal: int, size: BlockSize | None = None) -> Mapping[str, Operand]:
-        """Return the arrays for tiles of a size on a GPU, or on the host."""
+        """Return the arrays for tiles of ``size``, by name, on a GPU or on the host.
+
+        ``ordinal`` is the number of the GPU, or HOST. ``size`` None means the mask's own blocks.
+        """
         size = size or self._size
         there = self._at.get(size)
         if there is None:
@@ -73,7 +82,11 @@ class Lists:
         return there[ordinal]
 
     def states(self, size: BlockSize | None = None) -> np.ndarray:
-        """Return the states of all tiles of a size on the host."""
+        """Return the states of all tiles of ``size`` on the host.
+
+        The result is uint8, shape (batch or 1, heads or 1, row tiles, column tiles). A state is
+        EMPTY, MIXED or FULL.
+        """
         size = size or self._size
         if size not in self._states:
             if size == self._size:
@@ -81,12 +94,15 @@ class Lists:
                 found = np.array(on_host("block_mask", first.owner))
             else:
                 found = states_of_tiles(self.states(), self._size, size, self._seqlens)
-            found.flags.writeable = False  # what callers see of the mask is this array
+            found.flags.writeable = False  # because ``BlockMask.blocks`` returns this array
             self._states[size] = found
         return self._states[size]
 
     def visited(self, size: BlockSize | None = None) -> np.ndarray:
-        """Return whether each tile of a size is visited, on the host."""
+        """Return whether each tile of ``size`` is visited, on the host.
+
+        The result is bool and has the shape of ``states(size)``.
+        """
         size = size or self._size
         if size not in self._visited:
             self._visited[size] = self.states(size) != EMPTY
@@ -95,12 +111,15 @@ class Lists:
 
 
 def _of_states(states: np.ndarray, size: BlockSize, seqlens: tuple[int, int]) -> Lists:
-    """Return the lists of blocks with these states."""
+    """Return the ``Lists`` of blocks with these states. ``pickle`` calls this function."""
     return Lists(listed(states), size, seqlens)
 
 
 def listed(states: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the arrays that kernels read, as ``make_lists`` makes them."""
+    """Compute the arrays that kernels read from the states of the blocks, by name.
+
+    The kernel ``make_lists`` computes equal arrays on a GPU.
+    """
     visited = states != EMPTY
     next_column, next_row = next_visited(visited, -1), next_visited(visited, -2)
     return {"block_mask": states, "next_column": next_column, "next_row": next_row}
@@ -113,7 +132,11 @@ def _operand(name: str, array: Any) -> Operand:
 def create(
     mask_mod: Any, sizes: tuple[int, int, int, int], block_size: Any, tiles: Any
 ) -> BlockMask:
-    """The blocks of ``mask_mod`` for sizes (B, H, Nq, Nk), with the public function's arguments."""
+    """Return the block mask of ``mask_mod``.
+
+    ``sizes`` is (batch, heads, seqlen_q, seqlen_k). The other arguments are the arguments of
+    ``fa_numba.create_block_mask``.
+    """
     if tiles is not None:
         if not (isinstance(block_size, str) and block_size == "auto"):
             raise ValueError(
@@ -125,7 +148,7 @@ def create(
     binding = Binding.of({"mask_mod": mask_mod})
     B, H, Nq, Nk = sizes
     problem = Problem(B, H, H, Nq, Nk, 1, mask_mod=cast(Any, binding.fields.get("mask_mod")))
-    replace(problem, sparse=True)  # refuses what no call takes with a block mask
+    replace(problem, sparse=True)  # raises an error if no call supports a block mask of these sizes
     if problem.mask_mod is None:
         raise TypeError("mask_mod must be a function of (b, h, i, j), got None")
     check_grid_size("batch", B)
@@ -171,7 +194,10 @@ def create(
 
 
 def block_size_of(name: str, given: Any, problem: Problem) -> BlockSize:
-    """Return the block size that is given as the argument ``name``, or that "auto" stands for."""
+    """Return the block size for the value ``given``, or choose a size if ``given`` is "auto".
+
+    ``name`` is the argument that contains the value, "block_size" or "tiles", for error messages.
+    """
     if isinstance(given, str) and given == "auto":
         longest = max(problem.seqlen_q, problem.seqlen_k)
         n = next((size for most, size in _SIZES if longest <= most), _LARGE)
@@ -192,5 +218,5 @@ def block_size_of(name: str, given: Any, problem: Problem) -> BlockSize:
 
 
 def _count(problem: Problem, size: int) -> int:
-    """Return the number of blocks of ``size`` rows and columns of one head."""
+    """Return the number of blocks of one head, for blocks with ``size`` rows and columns."""
     return ceil_div(problem.seqlen_q, size) * ceil_div(problem.seqlen_k, size)

@@ -1,4 +1,4 @@
-"""A call from its arguments to its results: look it up, or check, plan, launch and keep it."""
+"""Calls of attention: replay an earlier call from the launch cache, or check, plan and launch."""
 
 from __future__ import annotations
 
@@ -23,33 +23,43 @@ from fa_numba.host.binding import Binding
 from fa_numba.host.launch_cache import Call
 from fa_numba.problem import Problem
 
-# The arrays that a pass takes, in their order, as callers and as kernels name them.
+# The arrays that a pass takes, in their order: {name of the argument: name in kernels}.
 _NAMES = {
     "fwd": {"q": "Q", "k": "K", "v": "V"},
     "bwd": {"q": "Q", "k": "K", "v": "V", "out": "O", "dout": "dO", "lse": "L", "dlse": "dL"},
 }
 
 
-def attend(choices: Choices, arrays: tuple, options: Any, stream: Any, out: Any = None) -> Any:
-    """O, or with ``return_lse`` (O, L), of (q, k, v); or the gradients of (q, k, v, out, dout,
-    lse, dlse or None); with the other arguments of the public functions.
+def call_attention(
+    choices: Choices, arrays: tuple, options: Any, stream: Any, out: Any = None
+) -> Any:
+    """Compute a forward or a backward pass of attention, as ``choices.passes`` says.
+
+    A forward pass takes the ``arrays`` (q, k, v), and returns O, or (O, L) with
+    ``choices.return_lse``. A backward pass takes (q, k, v, out, dout, lse, dlse or None), and
+    returns a tuple of gradients. ``options``, ``stream`` and ``out`` are the arguments of the
+    public functions.
     """
     held.check(options)
     mask = options.get("attn_mask")
-    if mask is not None:  # becomes what it adds to the scores
+    if mask is not None:
         with placement.made_on(stream, mask):
             options = options | {"attn_mask": added_mask(mask)}
     call = launch_cache.describe_call(choices, arrays, options, out)
     results = launch_cache.replay(call, out, stream)
     if results is None:
-        results = _first_attend(choices, arrays, options, stream, out, call)
+        results = _call_first_time(choices, arrays, options, stream, out, call)
     if choices.return_dcaptured:
         results = _by_names(results, options["score_mod"])
     return results[0] if choices.passes == "fwd" and not choices.return_lse else tuple(results)
 
 
 def _by_names(results: list, score_mod: Any) -> list:
-    """The results, those of captured arrays as one dictionary, with None for other dtypes."""
+    """Return the results with the gradients of captured arrays collected in a dictionary.
+
+    The dictionary is the last result. It maps the name of each captured array to the gradient, or
+    to None if the array is not float32.
+    """
     mod, values = mods.captured("score_mod", score_mod)
     names = {name: own for name, (own, _) in zip(mod.fields, values, strict=True)}
     arrays = (name for name, kind in zip(mod.fields, mod.captures, strict=True) if "[" in kind)
@@ -60,7 +70,7 @@ def _by_names(results: list, score_mod: Any) -> list:
     return [*results[:first], found]
 
 
-def _first_attend(
+def _call_first_time(
     choices: Choices, given: tuple, options: Any, stream: Any, out: Any, call: Call | None
 ) -> list:
     names = dict(_NAMES[choices.passes])
@@ -83,15 +93,19 @@ def _first_attend(
         matrices = [*matrices, target]
     with placement.placed(q):
         aligned = aligned_rows(problem, matrices, q)
-        plan = planning.plan_of(problem, choices, aligned, arguments.block_mask)
+        plan = planning.plan_of_attention(problem, choices, aligned, arguments.block_mask)
         arguments.check_mask(problem, choices.tiles, plan.tiles)
         placement.check_size(plan)
         arguments = arguments.at(matrices[0].ordinal, plan.tiles)
         named = {**dict(zip(names.values(), inputs, strict=True)), **arguments.arrays}
-        run = functools.partial(execution.attend, plan, arguments)
+        run = functools.partial(execution.execute_attention, plan, arguments)
         return launch_cache.run_and_keep(plan, named, stream, call, run, target, arguments.seeds)
 
 
 def aligned_rows(problem: Problem, operands: Sequence[Operand], q: Operand) -> bool:
-    """Whether 16-byte accesses of all rows are allowed."""
+    """Return whether kernels may use 16-byte accesses to all rows.
+
+    The rows must consist of complete 16-byte chunks, and the ``operands`` must be aligned. ``q`` is
+    the operand that decides on which device the call runs.
+    """
     return problem.whole_chunks and all_aligned(operands, q)

@@ -1,4 +1,8 @@
-"""Runs a plan: finds what its launches name, and makes them in their order."""
+"""Executes a plan: allocates the workspace, and launches the kernels in their order.
+
+The launches of a plan contain the names of arguments. This module replaces the names by arrays and
+numbers.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +21,25 @@ from fa_numba.host.plans import LaunchPlan, Plan, takes_options
 from fa_numba.options import POWERS, SPLIT_SUMS
 from fa_numba.problem import Problem
 
-# Arrays of attention that kernels take one by one; all others reach them in ``options``.
+# Arrays that are parameters of kernels. Kernels get all other arrays in the parameter ``options``.
 TENSORS = ("Q", "K", "V", "O", "dO", "L", "dQ", "dK", "dV")
-# Those that reach some kernels there, seen as the others are.
+# Arrays that some kernels get in ``options``, with the axes that kernels use.
 _ROWS = ("L", "dL")
 
 
-def attend(plan: Plan, arguments: Binding, arrays: Mapping[str, Any], stream: Any) -> None:
-    """Make the launches of attention as ``execute`` does; ``arrays`` has the options' arrays and
-    the words of the seed too, and ``arguments`` the other options.
+def execute_attention(
+    plan: Plan, arguments: Binding, arrays: Mapping[str, Any], stream: Any
+) -> None:
+    """Launch the kernels of a plan of attention.
+
+    ``arrays`` contains, by the names that kernels use: the inputs and outputs, the arrays among the
+    options, and the words of the seed. ``arguments`` contains the other options. ``stream`` is as
+    in ``execute``.
     """
     problem = plan.problem
     found: dict[str, Any] = {
         "scale": problem.scale,
-        "score_scale": score_scale(problem, plan.score_unit),  # what scores are multiplied by first
+        "score_scale": score_scale(problem, plan.score_unit),
         "group": problem.group,  # query heads that read one K/V head
         "split_rows": plan.split_rows,
     }
@@ -53,10 +62,12 @@ def execute(
     stream: Any,
     options: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
 ) -> None:
-    """Make the plan's launches on ``stream``, or have them recorded by it.
+    """Launch the kernels of a plan in their order.
 
-    ``arrays`` are launch arguments by the names that the launches take: arrays as the kernels see
-    them, and numbers. ``options`` gives the last argument's fields, of these and the workspace.
+    ``stream`` is a ``LaunchRecord``, which records the launches, or the number of a stream.
+    ``arrays`` contains arrays and numbers by the names that the launches of the plan use.
+    ``options`` is a function that takes these arguments and the workspace, by name. It returns the
+    fields of the kernels' last parameter, ``options``.
     """
     for output in plan.outputs:
         if output.zeroed:
@@ -87,7 +98,11 @@ def _resolved(argument: Argument, found: Mapping[str, Any], plan: LaunchPlan) ->
 
 
 def _untouched(argument: Untouched, other: Any) -> Any:
-    """One element for all: NaN on the emulator, in the memory of ``other`` on the GPU."""
+    """Return an array for a parameter that the kernel neither reads nor writes.
+
+    All elements have the same address. The element is NaN on the emulator. On a GPU, the address is
+    the address of ``other``.
+    """
     dtype = DTYPES[argument.dtype]
     if isinstance(other, DeviceArray):
         strides = (0,) * len(argument.shape)
@@ -96,7 +111,10 @@ def _untouched(argument: Untouched, other: Any) -> Any:
 
 
 def allocated(buffer: Buffer, allocate: Callable, stream: Any) -> Any:
-    """The workspace that ``buffer`` describes."""
+    """Allocate the array of the workspace that ``buffer`` describes.
+
+    ``allocate`` is the function that ``device.scratch`` returned.
+    """
     array = allocate(buffer.allocated, buffer.host_dtype)
     if buffer.zeroed:
         device.clear(array, stream)
@@ -106,13 +124,21 @@ def allocated(buffer: Buffer, allocate: Callable, stream: Any) -> Any:
 
 
 def by_heads(problem: Problem, array: Any) -> Any:
-    """An array as kernels take it: (batch, heads, seqlen, ...), packed (1, heads, total, ...)."""
+    """Return an array with the axes that kernels use, without a copy.
+
+    The result has the shape (batch, heads, seqlen, ...), or (1, heads, total, ...) for packed
+    sequences.
+    """
     return heads_first(array, problem.layout == "bnhd", problem.packed)
 
 
 def heads_first(array: Any, turned: bool, packed: bool = False) -> Any:
-    """The same of an array that is ``turned``, (B, N, H, d), or ``packed``, (total, H, d)."""
-    if len(array.shape) == 4:  # pages of K and V too
+    """Return an array with the axes (batch, heads, rows, ...), without a copy.
+
+    ``turned`` says that an array with four axes is (B, N, H, d). ``packed`` says that matrices are
+    (total, H, d) and row values are (H, total); the result then has a batch axis of length 1.
+    """
+    if len(array.shape) == 4:  # matrices that are not packed, and pages of K and V
         return device.permuted(array, (0, 2, 1, 3)) if turned else array
     if not packed:
         return array

@@ -1,4 +1,7 @@
-"""What FlashAttention-1 and -2 launch, forward and backward."""
+"""The plans of FlashAttention-1 and FlashAttention-2, forward and backward.
+
+A plan lists the launches, the arguments of each launch by name, and the workspace.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +26,18 @@ from fa_numba.tiling.spec import FRAGMENT_ROWS
 
 
 def forward(request: Request, chosen: Chosen[Unit]) -> Plan:
-    """Algorithm 1 of either paper: one kernel; and one that merges splits of the columns."""
+    """Return the plan of a forward pass: Algorithm 1 of the FA-1 paper or of the FA-2 paper.
+
+    The plan has one kernel. FA-2 with key splits has a second kernel, which merges the splits.
+    ``precision`` other than "ieee" adds kernels that split the matrices into planes.
+    """
     decided, p = decisions.forward(request, chosen), request.problem
     return_lse, paged = request.choices.return_lse, request.problem.pages is not None
     unit, tiles, spec, splits = decided.unit, decided.tiles, decided.spec, decided.splits
     Tr = ceil_div(p.seqlen_q, spec.head_rows)
     if request.choices.algorithm == "fa2":
         kernel = unit.kernels.fa2_forward.make_forward(spec)
-        # The kernel always writes L: the backward pass needs it, and it costs one float a row.
+        # The kernel always writes L, which costs one float per row.
         own: tuple[Buffer, ...] = () if return_lse else (Buffer("L", request.row_shape),)
         grid, bound, workspace = unit.copies.of_fa2_forward(request, spec, splits)
         own += workspace
@@ -54,7 +61,7 @@ def forward(request: Request, chosen: Chosen[Unit]) -> Plan:
     split_rows = ceil_div(Tr, request.choices.query_splits) * tiles.Br
     grid = (ceil_div(p.seqlen_q, split_rows), p.heads_q, p.batch)
     workspace = (Buffer("l", request.row_shape), Buffer("m", request.row_shape))
-    if not request.dtype.sums_in_place:  # O between the passes
+    if not request.dtype.sums_in_place:  # float32 sums of O between the passes
         workspace += (_sum("A", request.o_shape),)
     L: Argument = "L" if return_lse else Untouched(request.row_shape)
     bound = unit.copies.of_fa1_forward(spec)
@@ -73,14 +80,22 @@ def forward(request: Request, chosen: Chosen[Unit]) -> Plan:
 
 
 def _as_bound(boxes: Argument | None, of: Argument, spec: Any) -> Argument:
-    """Planes where a kernel takes a matrix by ``boxes``, if it does."""
+    """Return the argument of a kernel for a matrix that is split into planes.
+
+    ``of`` is the name of the planes. ``boxes`` is the kernel's argument for the matrix without
+    planes. If the kernel copies that matrix in boxes, it copies the planes in boxes too.
+    """
     return replace(boxes, name=str(of), dtype=spec.dtype) if isinstance(boxes, Boxes) else of
 
 
 def _planes(
     request: Request, spec: Any
 ) -> tuple[tuple[Launch, ...], tuple[Buffer, ...], dict[str, Argument]]:
-    """What makes planes of the matrices, and what a kernel takes in their place; often nothing."""
+    """Return the launches that split the float32 matrices of a pass into planes.
+
+    Return also the buffers for the planes, and a mapping from the name of each matrix to the name
+    of its planes. All three are empty for a precision with one plane.
+    """
     p, launches, buffers = request.problem, [], []
     taken: dict[str, Argument] = {}
     precision = PRECISIONS[p.precision]
@@ -114,14 +129,20 @@ def _planes(
 
 
 def _row_sums_of_planes(request: Request) -> Launch:
-    """D, and A = 0, where dO is taken as planes too."""
+    """Return the launch for D = rowsum(dO o O) and A = 0, in a pass whose dO is split into planes.
+
+    A is the float32 sum of dQ.
+    """
     p = request.problem
     facts = planes.PlaneFacts(request.lengths_of_rows, p.head_dim, 0, "", request.aligned, False)
     return Launch.of(planes.make_row_sums(facts, p.d_v), _by_rows(request, 4), X="dO")
 
 
 def _split_sums(request: Request, heads: int, splits: int) -> tuple[Buffer, ...]:
-    """O, l and m of every split: ``SPLIT_SUMS``. Rows of heads that share tiles alternate."""
+    """Return the buffers for O, l and m of every key split (``options.SPLIT_SUMS``).
+
+    ``heads`` query heads share a row tile. Their rows alternate in the buffers.
+    """
     batch, heads_q, rows = request.row_shape
     shape = (splits, batch, heads_q // heads, rows * heads)
     A, l, m = SPLIT_SUMS
@@ -129,10 +150,13 @@ def _split_sums(request: Request, heads: int, splits: int) -> tuple[Buffer, ...]
 
 
 def _merge(request: Request, heads: int, splits: int) -> Launch:
-    """The second kernel of ``kv_splits``."""
+    """Return the launch that merges the key splits of each row (``kv_splits``).
+
+    ``heads`` query heads share a row tile.
+    """
     p = request.problem
     features = replace(PLAIN, packed=request.features.packed)
-    if features.packed:  # whose starts of K it is not given where that is in pages
+    if features.packed:  # with pages, there are no starts of the sequences of K
         features = replace(features, page_size=request.features.page_size)
     row_warps = 1 if splits <= merge_splits.FEW_SPLITS else merge_splits.WARPS
     facts = merge_splits.MergeFacts(features, p.d_v, p.dtype, request.aligned, heads, row_warps)
@@ -141,20 +165,24 @@ def _merge(request: Request, heads: int, splits: int) -> Launch:
 
 
 def backward(request: Request, chosen: Chosen[Unit]) -> Plan:
-    """Algorithm 4 of the first paper, Algorithm 2 of the second."""
+    """Return the plan of a backward pass: Algorithm 4 of FA-1's paper, or Algorithm 2 of FA-2's."""
     make = _fa1_backward if request.choices.algorithm == "fa1" else _fa2_backward
     return make(request, decisions.backward(request, chosen))
 
 
 def _fa1_backward(request: Request, decided: Decision) -> Plan:
-    """One kernel; sums of dK and dV that blocks share, in 16 bits, are rounded at the end."""
+    """Return the plan of FA-1's backward pass, which has one main kernel.
+
+    If several thread blocks add to the dK and dV of a head and the dtype has 16 bits, they add in
+    float32. Two more launches then round the sums.
+    """
     unit, p, splits = decided.unit, request.problem, request.choices.query_splits
     tiles, spec = decided.tiles, decided.spec
     split_rows = ceil_div(ceil_div(p.seqlen_q, tiles.Br), splits) * tiles.Br
     grid = (ceil_div(p.seqlen_q, split_rows), p.heads_k, p.batch)
     kernel = unit.kernels.fa1_backward.make_backward(spec)
     workspace: tuple[Buffer, ...] = ()
-    if not request.dtype.sums_in_place:  # dQ between the passes
+    if not request.dtype.sums_in_place:  # float32 sums of dQ between the passes
         workspace = (_sum("A", request.q_shape),)
     in_place = splits == 1 or request.dtype.sums_in_place
     bound: dict[str, Argument] = {
@@ -182,7 +210,12 @@ def _fa1_backward(request: Request, decided: Decision) -> Plan:
 
 
 def _fa2_backward(request: Request, decided: Decision) -> Plan:
-    """D = rowsum(dO o O), the grid over K/V blocks, and what makes dQ of what these leave."""
+    """Return the plan of FA-2's backward pass.
+
+    The launches are, in this order: D = rowsum(dO o O); the main kernel over column tiles, which
+    computes dK and dV; and a kernel for dQ. If the main kernel adds to dQ atomically, the last
+    kernel only rounds the sum. For float32, no last kernel is needed then.
+    """
     unit, tiles, spec, splits = decided.unit, decided.tiles, decided.spec, decided.splits
     p = request.problem
     kernels, atomic = unit.kernels.fa2_backward, unit.adds_dq(request)
@@ -199,7 +232,7 @@ def _fa2_backward(request: Request, decided: Decision) -> Plan:
     boxes = unit.copies.of_backward(request, tiles, spec, splits == 1)
     taken = {name: _as_bound(boxes.get(name), of, spec) for name, of in taken.items()}
     parts = {"dK": "parts of dK", "dV": "parts of dV"} if splits > 1 else {}
-    # Heads of a share, or shares of a head.
+    # Query heads of a split, or splits of a query head.
     shared = {"group": max(p.group // splits, splits // p.group)} if splits > 1 else {}
     bound = {"scale_log2": "score_scale", **boxes, **sum_of_dq, **taken, **parts, **shared}
     launches = [
@@ -236,14 +269,18 @@ def _fa2_backward(request: Request, decided: Decision) -> Plan:
 
 
 def _sum(name: str, shape: tuple[int, ...], zeroed: bool = False) -> Buffer:
-    """A float32 matrix beside one in 16 bits, whose rows start at 8-byte addresses."""
+    """Return the buffer of a float32 sum. Its rows have an even length, for 8-byte addresses."""
     return Buffer(name, (*shape[:-1], round_up(shape[-1], 2)), zeroed=zeroed)
 
 
 def _rounding(
     request: Request, A: str, out: str, scale: Argument, keys: bool = False, splits: int = 1
 ) -> Launch:
-    """``out`` = ``scale`` A, the sum of ``splits``, rounded; rows of K with ``keys``, else Q."""
+    """Return the launch for ``out`` = ``scale`` A, rounded to the dtype of the call.
+
+    ``A`` is the name of a float32 sum. If it consists of several ``splits``, the kernel adds these
+    first. ``keys`` says that ``out`` has the rows of K, not those of Q.
+    """
     unit, p = UNITS[request.unit], request.problem
     d = p.d_v if out == "dV" else p.head_dim
     kernels, facts = unit.kernels.rows, (d, *unit.row_facts(request))
@@ -253,7 +290,10 @@ def _rounding(
 
 
 def _rounding_of_fragments(request: Request) -> tuple[Launch, Buffer]:
-    """Return the launch that rounds a sum of dQ in fragments, and this sum's buffer."""
+    """Return the launch that rounds the sum of dQ, and the buffer of the sum.
+
+    The elements of the sum are in the order of tensor-core fragments (float32).
+    """
     kernels, p = UNITS[request.unit].kernels.rows, request.problem
     kernel = kernels.make_round_fragments(p.head_dim, p.dtype)
     batch, heads, rows, d = request.q_shape
@@ -264,6 +304,9 @@ def _rounding_of_fragments(request: Request) -> tuple[Launch, Buffer]:
 
 
 def _by_rows(request: Request, warps: int, keys: bool = False) -> tuple[int, int, int]:
-    """The grid of a kernel with a warp for each row of Q, or of K."""
+    """Return the grid of a kernel in which each warp takes one row of Q, or of K with ``keys``.
+
+    ``warps`` is the number of warps of a thread block.
+    """
     batch, heads, rows, _ = request.k_shape if keys else request.q_shape
     return ceil_div(rows, warps), heads, batch

@@ -1,8 +1,8 @@
-"""Arrays that a caller's function uses, with the values that they had when the function was given.
+"""Arrays that a caller's function captures, kept with the values that they had at the first call.
 
-A block mask and a backward pass use a function again, after its caller may have changed an array in
-place. Small arrays are therefore copied. Larger arrays are watched, and a call raises an error if
-one has changed.
+A block mask or a backward pass calls a function again later. The caller may have changed a captured
+array in place since then. Small arrays are therefore copied. Larger arrays are watched: a call
+raises an error if such an array has changed.
 """
 
 from __future__ import annotations
@@ -21,26 +21,27 @@ from fa_numba import device, mods
 from fa_numba.host.arrays import CAPTURED, HOST, Operand, operand
 from fa_numba.mods.blocks import BlockMask
 
-COPIED_BYTES = 1 << 20  # of an array that is copied; a larger one is watched
+COPIED_BYTES = 1 << 20  # arrays of at most this size are copied, larger arrays are watched
 
 
 @dataclass(frozen=True)
 class Watched:
-    """An array that must not change, and what ``state`` returned when it was given."""
+    """A captured array that must not change."""
 
-    name: str
-    state: Callable[[], Any]
-    given: Any
+    name: str  # for messages
+    state: Callable[[], Any]  # returns another result after the array was changed
+    given: Any  # what ``state`` returned when the function was passed
 
 
 _watched: WeakKeyDictionary[FunctionType, tuple[Watched, ...]] = WeakKeyDictionary()
 
 
 def holding(option: str, function: Any, *, tensors: bool = True) -> FunctionType:
-    """Return a function given as ``option`` with the values that it uses now.
+    """Return a copy of a caller's function that keeps the values that the function captures now.
 
-    ``check`` raises an error if an array of the function is not copied, and has changed. Without
-    ``tensors``, torch tensors stay as they are, and are not watched.
+    ``option`` is the name of the argument, such as "score_mod". Captured arrays are copied, or
+    watched if they are large: ``check`` then raises an error if such an array has changed. With
+    ``tensors=False``, torch tensors are neither copied nor watched.
     """
     mod, values = mods.captured(option, function)
     held, watched = dict(values), []
@@ -51,7 +52,7 @@ def holding(option: str, function: Any, *, tensors: bool = True) -> FunctionType
         if of_torch and not tensors:
             continue
         found = operand(f"{name} in {option}, {mod},", value, CAPTURED)
-        if found.library == "jax":  # nobody can change it
+        if found.library == "jax":  # JAX arrays cannot be changed
             continue
         state = _state(found, value, of_torch)
         if state is None:
@@ -64,7 +65,11 @@ def holding(option: str, function: Any, *, tensors: bool = True) -> FunctionType
 
 
 def check(options: Mapping[str, Any]) -> None:
-    """Raise ValueError if an array has changed that a function among a call's options uses."""
+    """Raise ValueError if a watched array has changed.
+
+    The arrays are those of the functions in ``options``, the options of a call: ``score_mod``,
+    ``score_mod_grad``, ``mask_mod`` and the function of ``block_mask``.
+    """
     mask = options.get("block_mask")
     of_mask = mask.mask_mod if isinstance(mask, BlockMask) else None
     for function in (*map(options.get, mods.PARAMETERS), of_mask):
@@ -85,28 +90,28 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _state(found: Operand, value: Any, of_torch: bool) -> Callable[[], Any] | None:
-    """Return a function of no arguments whose result changes with an array's values.
+    """Return a function without arguments whose result changes when the array is changed.
 
-    Return None for an array that is copied instead.
+    Return None if the array must be copied instead. ``of_torch`` says that it is a torch tensor.
     """
     if _nbytes(found) <= COPIED_BYTES:
         return None
     if of_torch:
-        # A tensor made under torch.inference_mode has no counter of its changes.
+        # A tensor that was made under torch.inference_mode does not count its changes.
         return None if value.is_inference() else lambda: value._version
-    if found.host is None:  # reading it back in each call would take too long
+    if found.host is None:  # to copy the array to the host in each call would take too long
         return None
     stored = _stored(found.host)
     return lambda: hashlib.blake2b(np.ascontiguousarray(stored).data).digest()
 
 
 def _stored(array: np.ndarray) -> np.ndarray:
-    """Return the array without repetitions, which broadcasting makes with a stride of 0."""
+    """Return the array without repeated elements: axes with a stride of 0 get the length 1."""
     return array[tuple(slice(1 if step == 0 else None) for step in array.strides)]
 
 
 def _nbytes(found: Operand) -> int:
-    """Return the bytes of an array without repetitions."""
+    """Return the size of an array in bytes, without the elements that broadcasting repeats."""
     if found.host is not None:
         return _stored(found.host).nbytes
     size = 1
@@ -116,13 +121,17 @@ def _nbytes(found: Operand) -> int:
 
 
 def _copy(found: Operand) -> Any:
-    """Return a copy on the same device: a NumPy array, a torch tensor, or an array of Numba."""
+    """Return a copy of the array on the same device.
+
+    The copy is a NumPy array for host memory. On a GPU, the copy is a torch tensor for a torch
+    tensor, and otherwise an array of Numba.
+    """
     if found.library == "torch" and found.ordinal != HOST:
         return found.owner.detach().clone()
     if found.host is not None:
         return np.broadcast_to(_stored(found.host).copy(), found.shape)
     source = found.owner
-    if not hasattr(source, "__cuda_array_interface__"):  # DLPack alone
+    if not hasattr(source, "__cuda_array_interface__"):  # it has only DLPack
         source = SimpleNamespace(__cuda_array_interface__=_interface(found))
     with device.on_device(found.ordinal):
         made = device.to_gpu(device.copied_to_host(source))

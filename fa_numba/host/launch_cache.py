@@ -1,14 +1,23 @@
-"""The launch cache: a call like an earlier one makes that one's launches again, at other addresses.
+"""The launch cache: repeats the launches of an earlier equal call with the addresses of new arrays.
 
-The first call of a kind checks its arguments, plans, and records its launches. The record is kept
-under a key of all that these depend on: what was asked for, and of each array the library, GPU,
-dtype, shape, strides and alignment. Inside ``planning_for`` the limits that are planned for are
-part of the key. A later call with an equal key skips all that and replays the
-record with its own addresses. Only calls that succeeded are kept, so what is refused once is
-refused again. Lengths are part of the key by their values, read back from a GPU by each call, but
-for those beside a block table there, and so are arrays of blocks; of functions the code is, and the
-numbers that they capture, of a ``BlockMask`` its function, its sizes and its tiles.
-Never kept, and so checked and planned each time, are calls with host arrays or JAX arrays.
+The first call checks its arguments, makes a plan, and records its launches. The recording is stored
+under a key that contains everything on which the launches depend. A later call with an equal key
+replays the recording with its own addresses, without checks and planning. Calls that raised an
+error are not stored. Calls with host arrays or JAX arrays are not stored either. The key contains:
+
+=============================  =====================================================================
+argument of the call           contribution to the key
+=============================  =====================================================================
+choices, scalar options        type and value
+array on a GPU                 library, GPU, dtype, shape, strides and alignment
+lengths, arrays of blocks      dtype, shape and values; each call copies the values from a GPU
+with a block table: the table  as for arrays on a GPU; calls with a table or lengths on the host are
+and the lengths ``kv_lens``    not stored
+``score_mod``, ``mask_mod``    code, captured numbers, and captured arrays as for arrays on a GPU
+``BlockMask``                  its function, its sizes and its tiles
+=============================  =====================================================================
+
+Inside ``device.planning_for``, the limits of the planned GPU are a part of the key too.
 """
 
 from __future__ import annotations
@@ -33,28 +42,27 @@ from fa_numba.host.overlap import extent
 from fa_numba.host.plans import LaunchPlan, Plan
 from fa_numba.mods.blocks import BlockMask, BlockSize
 
-KEPT = 1024  # calls; then the oldest goes
+KEPT = 1024  # number of stored calls; the oldest call is removed first
 _SCALARS = frozenset((bool, int, float, str, type(None), np.bool_, np.float32, np.float64))
 
 
 class Call(NamedTuple):
-    """A call on GPU arrays: ``key`` is all that its launches depend on, the rest is put into them.
+    """A call on GPU arrays: its key in the launch cache, and the values for replayed launches."""
 
-    ``pointers`` are the addresses of the inputs, of arrays among the options and of ``out``, in
-    this order; ``seeds`` the words that dropout draws from. ``block_mask`` is a ``BlockMask`` on
-    the GPU ``ordinal``; the addresses of its arrays depend on the tiles of the launches, and go
-    before the pointer with the number ``slot``.
-    """
-
-    key: tuple
-    pointers: list[int]
-    seeds: tuple[int, int, int]
+    key: tuple  # everything on which the launches depend
+    pointers: list[int]  # addresses of the inputs, of arrays among the options, and of ``out``
+    seeds: tuple[int, int, int]  # the words from which dropout draws
     block_mask: BlockMask | None = None
-    ordinal: int = HOST
+    ordinal: int = HOST  # number of the GPU
+    # The addresses of the block mask's arrays are inserted before this index of ``pointers``. They
+    # depend on the tiles of the launches.
     slot: int = 0
 
     def with_blocks(self, tile: BlockSize | None) -> Call:
-        """Return the call with the addresses of the block mask's arrays for tiles of a size."""
+        """Return the call with the addresses of the block mask's arrays inserted in ``pointers``.
+
+        The arrays are those for tiles of the size ``tile``. None means the mask's own blocks.
+        """
         if self.block_mask is None:
             return self
         arrays = self.block_mask.lists.at(self.ordinal, tile)
@@ -65,27 +73,24 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class KeptCall:
-    """The launches of a call that succeeded, to be made again.
-
-    ``makers`` make new arrays for the results, but for one that goes to ``out``; ``context`` is the
-    driver's. ``extents`` are the bytes that each array of ``Call.pointers`` covers, from its
-    address: begin and end. ``written`` are the numbers of those that are written, and ``checked``
-    the addresses at which none of these shared memory with another. ``tile`` is the size of the
-    tiles for which the launches read a ``BlockMask``.
-    """
+    """The recorded launches of a call that succeeded, and what later equal calls need for them."""
 
     recording: LaunchRecord
-    library: str
-    ordinal: int
-    context: int
-    makers: tuple[Callable[[], Any], ...]
+    library: str  # the library of the results
+    ordinal: int  # number of the GPU
+    context: int  # the CUDA context, as ``device.current_context`` returns it
+    makers: tuple[Callable[[], Any], ...]  # make new arrays for the results, except for ``out``
+    # Bytes that each array of ``Call.pointers`` covers: (begin, end), relative to its address.
     extents: tuple[tuple[int, int], ...]
-    written: tuple[int, ...]
-    checked: tuple[int, ...]
-    tile: BlockSize | None = None
+    written: tuple[int, ...]  # indices in ``Call.pointers`` of arrays to which kernels write
+    checked: tuple[int, ...]  # addresses at which the written arrays overlapped no other array
+    tile: BlockSize | None = None  # tile size for which the launches read a ``BlockMask``
 
     def run(self, call: Call, out: Any, handle: int) -> list[Any]:
-        """Make the launches for ``call`` on the stream ``handle`` of the GPU ``ordinal``."""
+        """Launch the kernels for ``call`` on the stream ``handle``, and return the results.
+
+        The GPU ``ordinal`` must be the current GPU.
+        """
         made = [make() for make in self.makers]
         addresses = [pointer_of(self.library, x) for x in made]
         values = [*call.pointers, *addresses, *call.seeds]
@@ -93,9 +98,11 @@ class KeptCall:
         return made if out is None else [out, *made]
 
     def may_overlap(self, pointers: Sequence[int]) -> bool:
-        """Whether one that is written may share memory with another of ``pointers``.
+        """Return whether a written array may share memory with another array.
 
-        Two as far apart as when they were checked do not, such as K's and V's pages in turn.
+        ``pointers`` are the new addresses of the arrays. Two arrays share no memory if the distance
+        of their addresses is the distance that was checked at the first call. This finds, for
+        example, that interleaved pages of K and V do not overlap.
         """
         spans = [
             (p + begin, p + end) for p, (begin, end) in zip(pointers, self.extents, strict=True)
@@ -115,10 +122,10 @@ _keeping = threading.Lock()
 def describe_call(
     choices: Hashable, arrays: Sequence[Any], options: Mapping[str, Any], out: Any = None
 ) -> Call | None:
-    """The key and addresses of a call, found cheaply; None for a call that is never kept.
+    """Return the key and the addresses of a call, or None for a call that is never stored.
 
-    ``choices`` are its arguments beside arrays, options and ``out``, checked. Nothing is checked
-    here.
+    ``choices`` contains all other arguments of the call. They have been checked. This function
+    checks nothing, so that it is fast.
     """
     if not device.on_gpu():
         return None
@@ -134,7 +141,7 @@ def describe_call(
     for name in mods.PARAMETERS:
         if options.get(name) is not None and not _add_function(name, options[name], key, captured):
             return None
-        if blocks and name == "mask_mod":  # refused where it is given too
+        if blocks and name == "mask_mod":  # ``mask_mod`` and a ``BlockMask`` are never both given
             _add_captured(blocks[0].captured, key, captured)
     others = map(options.get, named[len(ARRAYS) :])
     ordinal, slot = HOST, 0
@@ -176,7 +183,10 @@ def describe_call(
 
 
 def _add_function(name: str, function: Any, key: list[Any], arrays: list[Any]) -> bool:
-    """Add what a caller's function is and captures; False where only the checks can judge it."""
+    """Add a caller's function to ``key``, and the arrays that it captures to ``arrays``.
+
+    Return False if the function is invalid, so that the checks of the call must raise the error.
+    """
     try:
         found = mods.captured(name, function)
     except (TypeError, ValueError):
@@ -186,7 +196,7 @@ def _add_function(name: str, function: Any, key: list[Any], arrays: list[Any]) -
 
 
 def _add_captured(found: mods.Captured, key: list[Any], arrays: list[Any]) -> None:
-    """The same of a function that has been read."""
+    """Add a translated function to ``key``, and the arrays that it captures to ``arrays``."""
     mod, values = found
     key += (mod.option, mod)
     for _, value in values:
@@ -197,7 +207,11 @@ def _add_captured(found: mods.Captured, key: list[Any], arrays: list[Any]) -> No
 
 
 def _content(name: str, value: Any) -> tuple | None:
-    """What a call depends on of lengths or blocks; None where only the checks can judge."""
+    """Return the part of the key for an array whose values matter: dtype, shape and content.
+
+    ``name`` is "block_mask" or the name of lengths. Return None if the checks of the call must
+    decide whether the array is valid.
+    """
     kind, torch = type(value), sys.modules.get("torch")
     blocks = name == "block_mask"
     if kind is not np.ndarray and (torch is None or kind is not torch.Tensor):
@@ -212,10 +226,10 @@ def _content(name: str, value: Any) -> tuple | None:
 
 
 def replay(call: Call | None, out: Any, stream: Any) -> list[Any] | None:
-    """The results of ``call`` by the launches of an equal one that was kept.
+    """Repeat the launches of an equal earlier call, and return the results of ``call``.
 
-    None where there is no such one, or where what it writes may share memory with another array.
-    Raises as ``placement.stream_handle`` does.
+    Return None if no equal call is stored, or if an array that the kernels write may share memory
+    with another array. Raises the errors of ``placement.stream_handle``.
     """
     if call is None:
         return None
@@ -244,13 +258,16 @@ def run_and_keep(
     target: Operand | None = None,
     words: Mapping[str, int] | None = None,
 ) -> list[Any]:
-    """The results of a plan of this device by ``inputs``, which have the names that its launches
-    take; its first output goes to ``target`` if that is given.
+    """Execute a plan on the current device, store its launches, and return the results.
 
-    ``run(arrays, stream)`` makes the launches, or has them recorded, with all launch arguments by
-    name: the inputs, the outputs, which are new arrays of the inputs' library, and ``words``. On a
-    GPU the launches are recorded, made, and kept for calls like ``call`` unless that is None; host
-    arrays are copied to the GPU, and the results and inputs that are ``updated`` back.
+    The results are new arrays of the inputs' library. The first result is ``target``, if given. On
+    a GPU, the launches are recorded first and then replayed. The recording is stored for calls that
+    equal ``call``, unless ``call`` is None or the inputs are host arrays. Host arrays are copied to
+    the GPU. The results, and the inputs that the plan updates, are copied back.
+
+    ``inputs`` has the names that the plan's launches use. ``run(arrays, stream)`` launches the
+    kernels, where ``arrays`` contains the inputs, the outputs and ``words`` by name. ``words`` are
+    integers that change from call to call.
     """
     operands = list(inputs.values())
     library = operands[0]

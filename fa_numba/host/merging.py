@@ -1,4 +1,8 @@
-"""Parts of one result made one, and two in the first one's place: checks, plans."""
+"""Calls that merge attention results over parts of the keys: checks, plans and launches.
+
+``merge_all`` returns a new result. ``merge`` and ``add`` write the result to the first operand;
+rings use them.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +36,17 @@ from fa_numba.options import PLAIN, Features
 
 
 def merge_all(outputs: Any, lses: Any, layout: Any, stream: Any) -> tuple[Any, Any]:
-    """(O, L) of all columns, with the arguments of the public function."""
+    """Return (O, L) over all columns. The arguments are the arguments of ``fa_numba.merge``."""
     return tuple(_whole("merge", {}, outputs, lses, layout, stream))
 
 
 def merge_backward(
     dout: Any, outputs: Any, lses: Any, out: Any, lse: Any, dlse: Any, layout: Any, stream: Any
 ) -> tuple[tuple, tuple]:
-    """The gradients of ``outputs`` and of ``lses``, as the public function has them."""
+    """Return the gradients of ``outputs`` and of ``lses``, as two tuples of arrays.
+
+    The arguments are the arguments of ``fa_numba.merge_backward``.
+    """
     given = {"dout": dout, "out": out, "lse": lse} | ({} if dlse is None else {"dlse": dlse})
     found = _whole("merge_backward", given, outputs, lses, layout, stream)
     return tuple(found[: len(outputs)]), tuple(found[len(outputs) :])
@@ -48,7 +55,11 @@ def merge_backward(
 def _whole(
     name: str, beside: Mapping[str, Any], outputs: Any, lses: Any, layout: Any, stream: Any
 ) -> list:
-    """The results of ``name`` over parts, given what is ``beside`` these."""
+    """Check the parts, and return the results of ``merge_all`` or ``merge_backward``.
+
+    ``name`` is "merge" or "merge_backward". ``beside`` contains the arrays of the call in addition
+    to ``outputs`` and ``lses``, by name.
+    """
     for said, parts in (("outputs", outputs), ("lses", lses)):
         if not isinstance(parts, (list, tuple)):
             raise TypeError(f"{said} must be a list or tuple of arrays, got {kind_of(parts)}")
@@ -59,7 +70,7 @@ def _whole(
         )
     arrays = _numbered("outputs", outputs) | _numbered("lses", lses) | dict(beside)
     parts, dlse = len(outputs), "dlse" in beside
-    make = plan_of_merge if name == "merge" else plan_of_backward
+    make = plan_of_merge if name == "merge" else plan_of_merge_backward
 
     def planned(sizes: Any, shapes: Any, dtypes: Any, aligned: bool) -> LaunchPlan:
         return make(sizes, shapes, dtypes[0], parts, aligned, dlse)
@@ -79,8 +90,12 @@ def _merged(
     planned: Callable[..., LaunchPlan],
     updated: Sequence[str] = (),
 ) -> list:
-    """The results of a kept call, or of the plan ``planned`` makes of the sizes (B, H, N, d), the
-    shapes of outputs and of their rows, the dtypes of the outputs and whether they are aligned.
+    """Check the arrays and execute a merge, or replay an earlier call from the launch cache.
+
+    ``key`` is the part of the launch cache's key that is not an array. ``planned`` is a function
+    that returns the plan. Its arguments are: the sizes (B, H, N, d); a pair with the shapes of an
+    output and of its logsumexps; the dtypes of the outputs; and whether all rows are aligned.
+    ``updated`` are the names of the inputs to which the kernels write. Return the plan's outputs.
     """
     call = launch_cache.describe_call(key, tuple(arrays.values()), {})
     found = launch_cache.replay(call, None, stream)
@@ -116,7 +131,7 @@ def _merged(
 
 
 def _axes(x: Operand, layout: Any) -> tuple[str, ...]:
-    """What the axes of outputs are; packed sequences have three, and one layout."""
+    """Return the names of the axes of an output. Arrays with three axes are packed sequences."""
     axes = LAYOUTS["bhnd" if layout is None else as_layout(layout)]
     if len(x.shape) == 3 and layout is None:
         return PACKED_AXES
@@ -136,15 +151,18 @@ def plan_of_merge(
     aligned: bool,
     _dlse: bool = False,
 ) -> LaunchPlan:
-    """The plan for O and L of so many parts of these sizes, (B, H, N, d), in outputs of these
-    ``shapes``: the first two, then the others one by one, with the sum in float32 on the way.
+    """Return the plan that merges ``parts`` results into O and L.
+
+    The first launch merges two parts, and each further launch merges one more part. Sums between
+    the launches are float32. ``sizes`` is (B, H, N, d) of a part. ``shapes`` are the shapes of O
+    and L in the caller's layout.
     """
     batch, heads, rows, d = sizes
     grid = (blocks(rows, d, aligned), heads, batch)
     launches, before = [], {"X": "outputs[0]", "LX": "lses[0]"}
     for n in range(1, parts):
         last = n == parts - 1
-        # The threads of a row all read its L: the new one is elsewhere.
+        # All threads of a row read L of the row. The new L therefore goes to another array.
         to = {"O": "out", "L": "lse"} if last else {"O": "A", "L": f"M{n % 2}"}
         x_dtype, out_dtype = "float32" if n > 1 else dtype, dtype if last else "float32"
         kernel = make_merge(d, x_dtype, dtype, out_dtype, aligned)
@@ -157,7 +175,7 @@ def plan_of_merge(
     return LaunchPlan(launches=tuple(launches), outputs=made, workspace=tuple(workspace))
 
 
-def plan_of_backward(
+def plan_of_merge_backward(
     sizes: tuple[int, ...],
     shapes: tuple[tuple[int, ...], tuple[int, ...]],
     dtype: str,
@@ -165,7 +183,10 @@ def plan_of_backward(
     aligned: bool,
     dlse: bool,
 ) -> LaunchPlan:
-    """The plan for the gradients of so many parts, as ``plan_of_merge``: one after the other."""
+    """Return the plan for the gradients of ``parts`` merged results: one launch for each part.
+
+    The arguments are as in ``plan_of_merge``. ``dlse`` says that there is a gradient of L.
+    """
     batch, heads, rows, d = sizes
     kernel = make_merge_backward(d, dtype, dlse, aligned)
     bound = {"dO": "dout", "O": "out", "L": "lse", "dL": "dlse" if dlse else "lse"}
@@ -179,30 +200,33 @@ def plan_of_backward(
 
 
 def merge(x: Any, x_lse: Any, y: Any, y_lse: Any, lse: Any, layout: str = "bhnd") -> None:
-    """x = the rows' output over the columns of x and of y, ``lse`` their logsumexp.
+    """Merge the result y into x: write the output over the columns of both to x, and L to ``lse``.
 
-    x and y are (B, H, N, d), or (B, N, H, d) with ``layout="bnhd"``, float32 or of 16 bits, any
-    strides; the others float32 (B, H, N), ``lse`` of memory of its own. Raises ValueError or
-    TypeError before anything is written.
+    x and y are (B, H, N, d), or (B, N, H, d) with ``layout="bnhd"``. They may be float32, float16
+    or bfloat16, with any strides. ``x_lse``, ``y_lse`` and ``lse`` are float32 (B, H, N). ``lse``
+    must not share memory with another array. Raises ValueError or TypeError before anything is
+    written.
     """
     _run({"x": x, "x_lse": x_lse, "y": y, "y_lse": y_lse, "lse": lse}, layout)
 
 
 def add(x: Any, y: Any, layout: str = "bhnd") -> None:
-    """x += y, shapes and dtypes as for ``merge``."""
+    """Compute x += y. The shapes and dtypes of x and y are as in ``merge``."""
     _run({"x": x, "y": y}, layout)
 
 
-def plan_of(
+def plan_of_merge_in_place(
     sizes: tuple[int, ...],
     dtypes: tuple[str, str],
     aligned: bool,
     lse: bool,
     features: Features = PLAIN,
 ):
-    """The plan for x and y of these sizes, (B, H, N, d), and dtypes; with ``lse`` they are weighted
-    by their logsumexps, in valid rows if these are among the ``features``. ``aligned``: rows of
-    both start at 16-byte addresses.
+    """Return the plan that merges or adds y to x, in the memory of x.
+
+    ``sizes`` is (B, H, N, d), and ``dtypes`` are the dtypes of x and y. With ``lse``, x and y are
+    weighted by their logsumexps; without it, they are added. ``aligned`` says that the rows of both
+    start at 16-byte addresses. If ``features`` contains ``q_lens``, y counts only in valid rows.
     """
     batch, heads, rows, d = sizes
     how = (d, *dtypes, dtypes[0], aligned, features)
@@ -215,7 +239,7 @@ def plan_of(
 
 def _run(arrays: dict[str, Any], layout: str) -> None:
     def planned(sizes: Any, _: Any, dtypes: Any, aligned: bool) -> LaunchPlan:
-        return plan_of(sizes, dtypes, aligned, "lse" in arrays)
+        return plan_of_merge_in_place(sizes, dtypes, aligned, "lse" in arrays)
 
     updated = [n for n in ("x", "lse") if n in arrays]
     _merged(("merge into", as_layout(layout)), arrays, layout, None, planned, updated)

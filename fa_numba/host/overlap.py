@@ -1,4 +1,4 @@
-"""Which bytes arrays cover, and whether they share any: for an ``out`` beside its inputs."""
+"""Functions that find out whether two arrays share memory, such as ``out`` and an input."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from fa_numba.dtypes import STORED
 if TYPE_CHECKING:
     from fa_numba.host.arrays import Operand
 
-# Candidate solutions tried before two interleaved layouts are taken to overlap.
+# Limit for the work of NumPy's search. Beyond it, two arrays count as overlapping.
 _OVERLAP_WORK: Any = 100_000
 
 
 def _addresses(memory: Operand) -> np.ndarray:
-    """An array over the same addresses, of the host or of a GPU; its elements are never read."""
+    """Return a NumPy array with the addresses of an array on the host or on a GPU.
+
+    The elements of the result must not be read.
+    """
     interface: dict[str, Any] = {"data": (memory.pointer, True), "version": 3}
     interface |= {"shape": memory.shape, "strides": memory.strides}
     interface["typestr"] = f"|V{STORED[memory.dtype].bytes}"
@@ -25,14 +28,17 @@ def _addresses(memory: Operand) -> np.ndarray:
 
 
 def extent(a: Operand) -> tuple[int, int]:
-    """Bytes from the address of ``a`` to the lowest one it covers, and past the highest."""
+    """Return begin and end of the bytes that ``a`` covers, relative to the address of ``a``.
+
+    The begin is negative if an axis has a negative stride.
+    """
     reach = [(n - 1) * stride for n, stride in zip(a.shape, a.strides, strict=True)]
     first, last = sum(min(0, n) for n in reach), sum(max(0, n) for n in reach)
     return first, last + STORED[a.dtype].bytes
 
 
 def overlaps_itself(a: Operand) -> bool:
-    """Whether two elements may lie at one address."""
+    """Return whether two elements of ``a`` may have the same address."""
     axes = sorted((abs(stride), n) for n, stride in zip(a.shape, a.strides, strict=True) if n > 1)
     end = 0  # bytes from the first to the last element of the axes so far
     for stride, n in axes:
@@ -43,7 +49,7 @@ def overlaps_itself(a: Operand) -> bool:
 
 
 def overlap(a: Operand, b: Operand) -> bool:
-    """Whether two arrays share a byte; True where that takes too long to find out."""
+    """Return whether two arrays share a byte. Return True if this takes too long to find out."""
     try:
         return bool(np.shares_memory(_addresses(a), _addresses(b), max_work=_OVERLAP_WORK))
     except np.exceptions.TooHardError:

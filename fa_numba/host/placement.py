@@ -1,4 +1,4 @@
-"""Where a call runs: on the device of its arrays, on which stream, and how large it may be."""
+"""Placement: on which device and stream a call runs, and checks of the size of the call."""
 
 from __future__ import annotations
 
@@ -17,16 +17,21 @@ from fa_numba.host.arrays import HOST, Operand
 from fa_numba.host.plans import LaunchPlan, Plan
 from fa_numba.integers import round_up
 
-# The emulator's limit for one call. Its steps are the multiply-adds of tiles, padding included, and
-# STEPS_PER_THREAD for each thread. A unit says how many steps one core of a Xeon computes in a
-# second at the least (``emulated_steps``), backward passes and options among them; it computes up
-# to six times as many. Kernels of no unit are counted as those of the slowest unit.
+# The emulator's limit for one call, in seconds. The time is estimated from a number of steps: the
+# multiply-adds of tiles, including padding, plus STEPS_PER_THREAD for each thread.
+# ``Unit.emulated_steps`` is the number of steps that one core of a Xeon computes per second in the
+# slowest case. Other cases are up to six times as fast. Kernels without a unit, such as merges,
+# count as kernels of the slowest unit.
 EMULATOR_SECONDS = 30
 STEPS_PER_THREAD = 100
 
 
 def placed(q: Operand):
-    """A context in which q's GPU is the current one; ValueError where the emulator runs."""
+    """Return a context in which the GPU of ``q`` is the current GPU.
+
+    The context does nothing if ``q`` is on the host. Raises ValueError if ``q`` is on a GPU and
+    kernels run on the emulator.
+    """
     if q.ordinal == HOST:
         return contextlib.nullcontext()
     if not device.on_gpu():
@@ -38,11 +43,14 @@ def placed(q: Operand):
 
 
 def check_size(plan: Plan) -> None:
-    """Raise ValueError for a call that would take the emulator minutes; a GPU takes any size."""
+    """Raise ValueError if the emulator would take longer than EMULATOR_SECONDS for a call.
+
+    On a GPU, calls of all sizes are allowed.
+    """
     if device.on_gpu():
         return
     p, tiles = plan.problem, plan.tiles
-    columns = round_up(p.head_dim, 32) + round_up(p.d_v, 32)  # what the threads of a row cover
+    columns = round_up(p.head_dim, 32) + round_up(p.d_v, 32)  # of the threads that compute a row
     dense = replace(p, sparse=False)
     tiles_visited = io_model.tiles_visited(plan.algorithm, dense, tiles)
     steps = tiles_visited * tiles.Br * tiles.Bc * columns
@@ -59,8 +67,10 @@ def check_size(plan: Plan) -> None:
 
 
 def check_steps(plan: LaunchPlan, of: str, steps: int = 0, instead: str = "") -> None:
-    """Raise ValueError, which begins with ``of``, for launches that would take the emulator
-    minutes: so many ``steps`` beside what every thread takes.
+    """Raise ValueError if the emulator would take longer than EMULATOR_SECONDS for the launches.
+
+    ``steps`` is the number of multiply-adds. The steps of the threads are added to it. ``of`` is
+    the subject of the message, such as "x of shape (2, 8)". ``instead`` is advice at its end.
     """
     steps += sum(STEPS_PER_THREAD * math.prod(k.grid) * k.threads for k in plan.kernels)
     unit = plan.decided.unit if isinstance(plan, Plan) else Unit
@@ -75,10 +85,12 @@ def check_steps(plan: LaunchPlan, of: str, steps: int = 0, instead: str = "") ->
 
 
 def check_grid(plan: LaunchPlan, of: str) -> None:
-    """Raise ValueError for more blocks than a grid takes, or the emulator, over the rows of the
-    array ``of``, and for more threads a head than 32 bits count.
+    """Raise ValueError if the grid of a plan is too large for a GPU or for the emulator.
+
+    A head may have at most 2**32 threads, because kernels count threads in 32 bits. ``of`` is the
+    name of the array whose rows the launches copy or merge.
     """
-    kernel = plan.kernels[0]  # those of one plan have one grid
+    kernel = plan.kernels[0]  # all launches of such a plan have equal grids
     pieces = kernel.grid[0] * kernel.threads
     if pieces > 2**32:
         raise ValueError(
@@ -93,8 +105,10 @@ def check_grid(plan: LaunchPlan, of: str) -> None:
 
 
 def made_on(stream: Any, array: Any):
-    """A context in which what torch makes of ``array`` is computed on ``stream``, and its memory
-    not used again before that stream is done; for None that is torch's current stream already.
+    """Return a context in which torch computes on ``stream``.
+
+    torch reuses memory that was allocated inside only after earlier work on ``stream``. The context
+    does nothing if ``stream`` is None, or if ``array`` is not a torch tensor on a GPU.
     """
     torch = sys.modules.get("torch")
     if stream is None or torch is None or not isinstance(array, torch.Tensor) or not array.is_cuda:
@@ -104,11 +118,11 @@ def made_on(stream: Any, array: Any):
 
 
 def stream_handle(stream: Any, q: Any) -> int:
-    """The address of ``stream``, and for None that of the current stream of q's library; of q are
-    asked ``library`` and ``ordinal``.
+    """Return the address of ``stream``, or of the current stream of q's library if it is None.
 
-    0 is the default stream, and stands for none on the emulator. Raises TypeError for what is no
-    stream, ValueError for any stream on the emulator.
+    ``q`` needs the attributes ``library`` and ``ordinal``. The address 0 stands for the default
+    stream, or for no stream on the emulator. Raises TypeError if ``stream`` is not a stream, and
+    ValueError for any stream on the emulator.
     """
     if stream is None:
         if q.ordinal == HOST:

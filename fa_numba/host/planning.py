@@ -1,4 +1,4 @@
-"""From the choices of a call to its plan: the checks, and plans that were made before."""
+"""Planning: makes the plan of a call from its problem and choices, and caches finished plans."""
 
 from __future__ import annotations
 
@@ -20,14 +20,17 @@ from fa_numba.problem import Problem
 from fa_numba.tiling import Tiles
 
 
-def plan_of(
+def plan_of_attention(
     problem: Problem, choices: Choices, aligned: bool = True, block_mask: Any = None
 ) -> Plan:
-    """The plan of a pass on the current device, or the one that plans are made for; ``aligned`` as
-    ``Request`` says. Raises ValueError for choices that the problem, the device or a unit has not.
+    """Return the plan of a pass of attention.
+
+    The plan is for the current device, or for the GPU of ``device.planning_for``. ``aligned`` is
+    the field of ``Request``. Raises ValueError for choices that no kernel supports for the problem
+    and the device.
 
     A ``BlockMask`` that was made for tiles chooses these tiles. If no backward kernel supports
-    them, the backward pass chooses tiles as without a block mask.
+    them, the backward pass chooses tiles as if there were no block mask.
     """
     if isinstance(block_mask, BlockMask) and block_mask.tiles and choices.tiles is None:
         try:
@@ -46,7 +49,7 @@ def _with_tiles(choices: Choices, tiles: Tiles) -> Choices:
 
 
 def again(request: Request, block_mask: Any = None) -> Plan:
-    """Return the plan that a request gets today, on the device that the request names."""
+    """Make the plan of a stored request again, for the device that the request names."""
     with planning_for(request):
         return replace(planned(request), block_mask=block_mask)
 
@@ -65,7 +68,10 @@ copyreg.pickle(Plan, lambda plan: (again, (plan.asked, plan.block_mask)))
 
 @functools.lru_cache(maxsize=1024)
 def planned(request: Request) -> Plan:
-    """The plan of a request whose unit is not yet decided; raises as ``plan_of``."""
+    """Return the plan of a request for which no unit has been chosen yet. Plans are cached.
+
+    Raises ValueError for choices that no kernel supports for the problem and the device.
+    """
     _check_problem(request)
     asked = request
     chosen = unit_of(request)
@@ -86,7 +92,7 @@ def planned(request: Request) -> Plan:
 
 
 def _check_problem(request: Request) -> None:
-    """Raise ValueError for what no unit can compute."""
+    """Raise ValueError for a problem and choices that no unit supports."""
     problem, choices = request.problem, request.choices
     for name, size in (("batch", problem.batch), ("heads of q", problem.heads_q)):
         check_grid_size(name, size)
@@ -111,7 +117,7 @@ def _check_problem(request: Request) -> None:
 
 
 def _check_precision(request: Request) -> None:
-    """Raise ValueError where no kernel takes float32 matrices as planes."""
+    """Raise ValueError if no kernel supports ``precision`` for the request."""
     given = request.problem.precision
     if request.problem.pages is not None:
         raise ValueError(f"precision must be 'ieee' with a block_table, got {given!r}")
@@ -128,7 +134,10 @@ def _check_precision(request: Request) -> None:
 
 
 def _check_forward(request: Request, unit: Unit) -> tuple[str, ...]:
-    """The measures to leave out, in the unit's order; ValueError for what it does not have."""
+    """Return the optimisations that ``ablate`` switches off, in the order of the unit.
+
+    Raise ValueError for choices that the unit does not support in a forward pass.
+    """
     choices, algorithm = request.choices, request.choices.algorithm
     with_it = f"with algorithm {algorithm!r} on unit {unit.name!r}"
     if choices.kv_splits not in ("auto", 1) and request.kernel not in unit.splits_columns:
@@ -158,7 +167,7 @@ def _check_forward(request: Request, unit: Unit) -> tuple[str, ...]:
 
 
 def _ablating(unit: Unit) -> set[str]:
-    """Return the algorithms that the unit can compute without one of its measures."""
+    """Return the algorithms for which ``ablate`` can switch off an optimisation of the unit."""
     return {algorithm for owners in unit.measures.values() for algorithm in owners}
 
 
@@ -190,7 +199,7 @@ def _measures(choices: Choices, unit: Unit) -> tuple[str, ...]:
 
 
 def _check_backward(request: Request, unit: Unit) -> None:
-    """Raise ValueError for choices that the unit does not have backward."""
+    """Raise ValueError for choices that the unit does not support in a backward pass."""
     choices, problem = request.choices, request.problem
     if choices.deterministic and choices.algorithm != "fa2":
         raise ValueError(
@@ -221,7 +230,7 @@ def _check_backward(request: Request, unit: Unit) -> None:
 
 
 def _check_captured(request: Request) -> None:
-    """Raise ValueError where there are no gradients of what a score_mod captures."""
+    """Raise ValueError unless gradients of captured arrays are possible for the request."""
     mod, choices = request.problem.score_mod, request.choices
     if mod is None:
         raise ValueError(

@@ -19,7 +19,8 @@ from fa_numba.options import POWERS, UNIFORM
 from fa_numba.problem import Problem
 from fa_numba.tiling import Tiles
 
-# Arrays whose elements the threads of a block read together: options, a scheduler's, planes'.
+# Arrays whose elements all threads of a thread block read together: arrays among the options, the
+# counter ``taken`` of the tile scheduler, and the factors of scaled planes.
 UNCOUNTED = (*UNIFORM, "taken", "M", "power", *POWERS)
 
 
@@ -83,7 +84,7 @@ def takes_options(kernel: Kernel) -> bool:
 
 
 def parameters(kernel: Kernel) -> tuple[str, ...]:
-    """Return the names of a kernel's parameters, without ``options``."""
+    """Return the names of a kernel's parameters, except the last parameter ``options``."""
     code = kernel.function.__code__
     return code.co_varnames[: code.co_argcount - takes_options(kernel)]
 
@@ -328,16 +329,16 @@ class Plan(LaunchPlan):
             O, L = Buffer("O", p.o_shape, p.dtype), Buffer("L", p.lse_shape)
             outputs = [O, L] if choices.return_lse else [O]
         else:
-            # What blocks add to in place begins at 0.
+            # Thread blocks add to these arrays, which must be 0 at the start.
             added = choices.query_splits > 1 and request.dtype.sums_in_place
             outputs = [Buffer("dQ", p.q_shape, p.dtype)]
             of_keys = {"dK": p.k_shape, "dV": p.v_shape}
             outputs += [Buffer(*x, p.dtype, zeroed=added) for x in of_keys.items()]
-            if p.bias is not None and choices.return_dbias:  # a sum of atomic adds
+            if p.bias is not None and choices.return_dbias:  # atomic adds
                 outputs.append(Buffer("dbias", p.bias, zeroed=True, like="bias"))
             if choices.return_dsinks:
                 outputs.append(Buffer("dsinks", (p.heads_q,)))
-            if choices.return_dcaptured and p.score_mod is not None:  # and these
+            if choices.return_dcaptured and p.score_mod is not None:  # atomic adds
                 of = p.score_mod.differentiated.items()
                 outputs += [Buffer(name, (), zeroed=True, like=field) for name, field in of]
         return cls(

@@ -1,10 +1,13 @@
-"""A prefix that all sequences of a batch share: its keys are read once, for the queries of all.
+"""Calls with a prefix: keys and values that all sequences of a batch begin with.
 
-Of FlashAttention-2 forward a fourth loop order, over sequences: the queries of all of them together
-are the rows of one call over the prefix; each sequence's own are rows of a second one over its own
-keys, in one piece or in pages; and the logsumexps merge both results (Hydragen, arXiv 2402.05099,
-section 3; RelayAttention, arXiv 2402.14808). Row i of a sequence sees the whole prefix, and of its
-own keys what it sees without one.
+Such a call reads the prefix once for the queries of all sequences. It has three steps (Hydragen,
+arXiv 2402.05099, section 3; RelayAttention, arXiv 2402.14808):
+
+1. A forward pass of FlashAttention-2 over the prefix. The queries of all sequences are its rows.
+2. A forward pass over the own keys of each sequence, which may be in pages.
+3. A merge of the two results, by their logsumexps.
+
+Each row sees all keys of the prefix. It sees the own keys that it would see without a prefix.
 """
 
 from __future__ import annotations
@@ -31,8 +34,8 @@ from fa_numba.kernels.simt.append import blocks, make_gather
 from fa_numba.options import FEATURES, PLAIN, argument_of
 from fa_numba.problem import Problem
 
-# Fields of a Problem whose meaning is the same beside a prefix. Others number columns from the
-# first own one, or hide some of them: what that would say of the prefix is not obvious.
+# Fields of a Problem that are allowed with a prefix. Other options depend on column numbers or hide
+# columns, and it would not be obvious what they mean for the columns of the prefix.
 _BESIDE = {
     *("causal", "softcap", "sinks", "q_lens", "kv_lens", "packed", "pages", "page_size"),
     *("layout", "precision", "head_dim_v"),
@@ -41,19 +44,18 @@ _BESIDE = {
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class PrefixPlan(Plan):
-    """What a call with a prefix runs: ``gather``, where the queries do not yet lie as rows of one
-    batch entry; ``prefix`` over the shared keys; ``own`` over each sequence's; ``merge``.
+    """The plan of a call with a prefix, which consists of up to four plans.
 
-    Kernels, workspace, accesses and FLOPs are those of all; the rest is of ``own``. ``made_by`` are
-    the arguments with which ``_planned`` made the plan.
+    Kernels, workspace, accesses and FLOPs are those of all parts together. The other attributes of
+    ``Plan`` are those of the part ``own``.
     """
 
-    gather: LaunchPlan | None
-    prefix: Plan
-    own: Plan
+    gather: LaunchPlan | None  # copies q, if the rows of all sequences are not at even distances
+    prefix: Plan  # the pass of all queries over the prefix
+    own: Plan  # the pass over the own keys of each sequence
     merge: LaunchPlan
-    between: tuple[Buffer, ...]
-    made_by: tuple = field(compare=False, repr=False)
+    between: tuple[Buffer, ...]  # workspace for the results of one part that another part reads
+    made_by: tuple = field(compare=False, repr=False)  # the arguments of ``_planned``
 
     @property
     def why(self) -> Reasons:
@@ -71,8 +73,12 @@ class PrefixPlan(Plan):
         return "\n".join((first, problem, of, *others))
 
 
-def plan_of(problem: Problem, prefix: Any, choices: Choices, options: Any) -> PrefixPlan:
-    """The plan of a call of contiguous arrays; ``prefix`` is the shape of its keys."""
+def plan_with_prefix(problem: Problem, prefix: Any, choices: Choices, options: Any) -> PrefixPlan:
+    """Return the plan of a call with a prefix, for contiguous arrays.
+
+    ``prefix`` is the array ``prefix_k`` or its shape. ``options`` are the options of the call, for
+    messages.
+    """
     if (choices.algorithm, choices.passes) != ("fa2", "fwd"):
         raise ValueError(
             "prefix_k needs the forward pass of algorithm 'fa2', got algorithm "
@@ -80,15 +86,17 @@ def plan_of(problem: Problem, prefix: Any, choices: Choices, options: Any) -> Pr
         )
     prefix = as_shape("prefix_k", getattr(prefix, "shape", prefix))
     first = _of_prefix(problem, prefix, (*prefix[:-1], problem.d_v), options)
-    gathered, wide = not _lies_as_one(None, problem), problem.whole_chunks
-    return _plan_of(problem, first, choices, (wide, wide, wide), gathered)
+    gathered, wide = not _is_one_batch_entry(None, problem), problem.whole_chunks
+    return _plan_of_both(problem, first, choices, (wide, wide, wide), gathered)
 
 
-def attend(
+def call_with_prefix(
     choices: Choices, arrays: tuple, prefix: tuple, options: Any, stream: Any, out: Any = None
 ) -> Any:
-    """O, or with ``return_lse`` (O, L), of (q, k, v) behind the (k, v) of a ``prefix``, with the
-    other arguments of the public function.
+    """Compute a forward pass with a prefix. Return O, or (O, L) with ``choices.return_lse``.
+
+    ``arrays`` is (q, k, v), and ``prefix`` is (prefix_k, prefix_v). ``options``, ``stream`` and
+    ``out`` are the arguments of the public function.
     """
     if any(x is None for x in prefix):
         given, missing = ("prefix_v", "prefix_k") if prefix[0] is None else ("prefix_k", "prefix_v")
@@ -96,11 +104,11 @@ def attend(
     call = launch_cache.describe_call((choices, "prefix"), (*arrays, *prefix), options, out)
     results = launch_cache.replay(call, out, stream)
     if results is None:
-        results = _first_attend(choices, (*arrays, *prefix), options, stream, out, call)
+        results = _call_first_time(choices, (*arrays, *prefix), options, stream, out, call)
     return tuple(results) if choices.return_lse else results[0]
 
 
-def _first_attend(
+def _call_first_time(
     choices: Choices, given: tuple, options: Any, stream: Any, out: Any, call: Any
 ) -> list:
     names = ("q", "k", "v", "prefix_k", "prefix_v")
@@ -112,12 +120,12 @@ def _first_attend(
     first = _of_prefix(problem, of_prefix[0].shape, of_prefix[1].shape, options)
     target = operand_of_out(out, problem.o_shape, q, [*inputs, *arguments.arrays.values()])
     with placement.placed(q):
-        copies = device.on_gpu() and q.ordinal == HOST  # which are contiguous
-        gathered = not _lies_as_one(None if copies else q, problem)
+        copies = device.on_gpu() and q.ordinal == HOST  # copies on the GPU are contiguous
+        gathered = not _is_one_batch_entry(None if copies else q, problem)
         written = [] if target is None else [target]  # a new O is contiguous
         shared = of_prefix if gathered else [q, *of_prefix]
         aligned = [aligned_rows(problem, x, q) for x in ([q, k, v, *written], shared, written)]
-        plan = _plan_of(problem, first, choices, aligned, gathered)
+        plan = _plan_of_both(problem, first, choices, aligned, gathered)
         for part in (plan.prefix, plan.own):
             placement.check_size(part)
         for copying in (plan.merge, plan.gather):
@@ -144,19 +152,22 @@ def _execute(plan: PrefixPlan, arguments: Binding, arrays: dict[str, Any], strea
     turn = (1, 0, 2) if p.layout == "bnhd" else (0, 1, 2)
     of_prefix = {"Q": rows, "O": made["prefix O"], "L": made["prefix L"]}
     of_prefix |= {x: device.transposed(arrays[f"prefix {x}"], turn) for x in "KV"}
-    execution.attend(plan.prefix, Binding.of({}), of_prefix, stream)
-    execution.attend(plan.own, arguments, {**arrays, "L": made["own L"]}, stream)
+    execution.execute_attention(plan.prefix, Binding.of({}), of_prefix, stream)
+    execution.execute_attention(plan.own, arguments, {**arrays, "L": made["own L"]}, stream)
     x_lse, lse = (execution.by_heads(p, L) for L in (made["own L"], arrays.get("L", made.get("L"))))
     y, y_lse = (device.as_batch(made[name], O.shape[0]) for name in ("prefix O", "prefix L"))
     merged = {"x": O, "x_lse": x_lse, "y": y, "y_lse": y_lse, "lse": lse}
     execution.execute(plan.merge, merged, stream, lengths)
 
 
-def _lies_as_one(q: Operand | None, problem: Problem) -> bool:
-    """Whether all queries are rows of one batch entry, evenly apart; q is contiguous if None."""
+def _is_one_batch_entry(q: Operand | None, problem: Problem) -> bool:
+    """Return whether the queries of all sequences can be read as rows of one batch entry.
+
+    The rows of a head must be at equal distances in memory. None means that q is contiguous.
+    """
     if problem.packed:
         return True
-    if problem.q_lens is not None:  # padding is not to be read
+    if problem.q_lens is not None:  # rows of padding must not be read
         return False
     if 1 in (problem.batch, problem.seqlen_q):
         return True
@@ -167,7 +178,12 @@ def _lies_as_one(q: Operand | None, problem: Problem) -> bool:
 
 
 def _of_prefix(problem: Problem, k_shape: Any, v_shape: Any, options: Any) -> Problem:
-    """The problem of all queries over the prefix. Raises ValueError or TypeError for others."""
+    """Return the problem of the pass over the prefix, with the queries of all sequences.
+
+    ``k_shape`` and ``v_shape`` are the shapes of ``prefix_k`` and ``prefix_v``. Raises ValueError
+    or TypeError for other shapes than those of k and v, and for options that a call with a prefix
+    does not support.
+    """
     axes = LAYOUTS[problem.layout][1:]
     k, v = as_sizes("prefix_k", k_shape, axes), as_sizes("prefix_v", v_shape, axes)
     sizes = {"heads": problem.heads_k, "head_dim": problem.head_dim}
@@ -196,10 +212,15 @@ def _of_prefix(problem: Problem, k_shape: Any, v_shape: Any, options: Any) -> Pr
     return Problem(batch=1, seqlen_q=rows, seqlen_k=k[axes.index("seqlen")], **kept)
 
 
-def _plan_of(
+def _plan_of_both(
     problem: Problem, prefix: Problem, choices: Choices, aligned: Sequence[bool], gathered: bool
 ) -> PrefixPlan:
-    """``aligned`` as a ``Request`` has it: of the own arrays, the prefix's pass, and O."""
+    """Return the plan of a call with a prefix.
+
+    ``prefix`` is the problem of the pass over the prefix. ``aligned`` says whether rows are aligned
+    (as in ``Request``): in the pass over the own keys, in the pass over the prefix, and in O.
+    ``gathered`` says that q is copied first.
+    """
     with_lse = replace(choices, return_lse=True)
     own, of_prefix = map(Request.here, (with_lse,) * 2, (problem, prefix), aligned)
     return _planned(own, of_prefix, choices.return_lse, aligned[2], gathered)
@@ -209,7 +230,10 @@ def _plan_of(
 def _planned(
     of_own: Request, of_prefix: Request, return_lse: bool, aligned: bool, gathered: bool
 ) -> PrefixPlan:
-    """The plan of both passes; O's rows are ``aligned`` or not."""
+    """Return the plan of the two passes and the merge. Plans are cached.
+
+    ``aligned`` says that the rows of O are aligned. ``gathered`` says that q is copied first.
+    """
     own, prefix = planning.planned(of_own), planning.planned(of_prefix)
     p, one = own.problem, (1, own.problem.heads_q, prefix.problem.seqlen_q)
     between = [Buffer("prefix O", (*one, p.d_v), p.dtype), Buffer("prefix L", one)]
@@ -217,7 +241,7 @@ def _planned(
     batch, heads, rows = of_own.row_shape
     lengths = replace(PLAIN, q_lens=of_own.features.q_lens)
     sizes = batch, heads, rows, p.d_v
-    merge = merging.plan_of(sizes, (p.dtype, p.dtype), aligned, True, lengths)
+    merge = merging.plan_of_merge_in_place(sizes, (p.dtype, p.dtype), aligned, True, lengths)
     gather = None
     if gathered:
         d = p.head_dim
@@ -238,13 +262,16 @@ def _planned(
         "count": count,
     }
     kept = {f.name: getattr(own, f.name) for f in fields(own)} | changed
-    its = {"gather": gather, "prefix": prefix, "own": own, "merge": merge}
+    own_fields = {"gather": gather, "prefix": prefix, "own": own, "merge": merge}
     made_by = of_own, of_prefix, return_lse, aligned, gathered
-    return PrefixPlan(**kept, **its, between=tuple(between), made_by=made_by)
+    return PrefixPlan(**kept, **own_fields, between=tuple(between), made_by=made_by)
 
 
 def _again(of_own: Request, *others: Any) -> PrefixPlan:
-    """Return the plan of ``_planned`` for the device that the requests name."""
+    """Make the plan of ``_planned`` again, for the device that the requests name.
+
+    ``pickle`` calls this function when it loads a plan.
+    """
     with planning.planning_for(of_own):
         return _planned(of_own, *others)
 

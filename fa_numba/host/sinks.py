@@ -1,4 +1,4 @@
-"""What the gradient of the sinks takes beside the other gradients."""
+"""Launches for the gradient of the sinks, and for the row sums D that this gradient needs."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from fa_numba.kernels.sink_gradients import make_sink_gradients
 
 
 def row_sums(request: Request, clears: bool, fragments: bool = False) -> Launch:
-    """Return the launch for D = rowsum(dO o O), less dL.
+    """Return the launch for D = rowsum(dO o O) - dL, where dL is 0 without ``dlse``.
 
-    With ``clears`` the launch clears the sum of dQ, which can lie in ``fragments``.
+    With ``clears``, the kernel also sets the sum of dQ to 0. ``fragments`` says that the elements
+    of that sum are in the order of tensor-core fragments. It needs ``clears``.
     """
     kernels, p = UNITS[request.unit].kernels.rows, request.problem
     batch, heads, rows, _ = request.q_shape
@@ -31,7 +32,11 @@ def row_sums(request: Request, clears: bool, fragments: bool = False) -> Launch:
 
 
 def gradients(request: Request, has_d: bool) -> tuple[list[Launch], list[Buffer]]:
-    """What makes dsinks, and its workspace: D too unless the pass ``has_d``; or nothing."""
+    """Return the launches that compute the gradient of the sinks, and their workspace.
+
+    Both lists are empty without ``return_dsinks``. ``has_d`` says that the pass computes D anyway.
+    If not, a launch and a buffer for D are added.
+    """
     if not request.choices.return_dsinks:
         return [], []
     features = replace(request.lengths, packed=False, sinks=True)

@@ -1,4 +1,4 @@
-"""A softmax of vectors: checks, plan, result."""
+"""Calls of ``fa_numba.softmax``, the softmax of vectors: checks, plan and launch."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from fa_numba.host.plans import Launch, LaunchPlan
 from fa_numba.kernels.simt.softmax import MAKERS
 from fa_numba.problem import MAX_SEQLEN
 
-# Of a multiply-add of a tile, in time on the emulator: what an element costs in one pass.
+# Time of the emulator for one access, in multiply-adds of a tile.
 STEPS_PER_ACCESS = 8
 
 
 def softmax(x: Any, algorithm: str, out: Any, stream: Any) -> Any:
-    """softmax(x) by rows, with the arguments of the public function."""
+    """Return the softmax of each row of x. The arguments are those of ``fa_numba.softmax``."""
     io_model.check_softmax(algorithm)
     given = operand("x", x, ("float32",))
     if len(given.shape) != 2:

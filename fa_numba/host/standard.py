@@ -1,4 +1,4 @@
-"""What standard attention launches, forward and backward: every N x N matrix in global memory."""
+"""The plans of standard attention, whose kernels write S and P to global memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from fa_numba.integers import ceil_div, power_of_two, round_up
 
 
 def forward(request: Request, chosen: Chosen[Unit]) -> Plan:
-    """Algorithm 0: S = Q KT, P = softmax(S) in its place, O = P V."""
+    """Return the plan of a forward pass (Algorithm 0): S = Q KT, P = softmax(S), O = P V.
+
+    P replaces S in memory.
+    """
     (unit, why_unit), p, dtype = chosen, request.problem, request.dtype
     tiles, spec, why = unit.standard(request)
     return_lse = request.choices.return_lse
@@ -47,8 +50,11 @@ def forward(request: Request, chosen: Chosen[Unit]) -> Plan:
 
 
 def backward(request: Request, chosen: Chosen[Unit]) -> Plan:
-    """Algorithm 3: P once more, dP = dO VT, dS in its place, then the three gradients. Each product
-    is of one head dimension: block sizes are those of the larger one.
+    """Return the plan of a backward pass (Algorithm 3).
+
+    The launches compute S and P again, dP = dO VT, dS in the memory of dP, dV, dQ and dK. With a
+    ``softcap`` or a ``score_mod``, one more launch multiplies dS by the slopes of the scores. The
+    tiles are chosen for the larger one of the two head dimensions.
     """
     (unit, why_unit), p, dtype = chosen, request.problem, request.dtype
     larger = replace(p, head_dim=p.largest_dim, head_dim_v=None)
@@ -111,23 +117,28 @@ def backward(request: Request, chosen: Chosen[Unit]) -> Plan:
 
 
 def _matrix(name: str, request: Request) -> Buffer:
-    """An Nq x Nk matrix a head in q's dtype, whose rows start at 16-byte addresses."""
+    """Return the buffer of a matrix (batch, heads_q, seqlen_q, seqlen_k) in the dtype of q.
+
+    Gaps between the rows let each row start at a 16-byte address.
+    """
     p = request.problem
     pitch = round_up(p.seqlen_k, request.dtype.chunk)
     return Buffer(name, p.score_shape, p.dtype, pitch=pitch)
 
 
 def row_elements(Nk: int, limit: int, dtype: DType, max_warps: int, rows: int = 1) -> int:
-    """Elements of shared memory for a row of S: a power of two, so that few kernels are compiled.
+    """Return the number of elements of shared memory for a row of S.
 
-    0 where ``rows`` of them, and two floats a warp, do not fit into ``limit`` bytes.
+    The number is a power of two if that fits, so that few different kernels are compiled. It is 0
+    if the shared memory, ``limit`` bytes, is too small for ``rows`` rows of Nk elements and two
+    float32 numbers per warp.
     """
-    room = (limit - 8 * max_warps) // (16 * rows) * dtype.chunk  # whole 16 bytes
-    if room < Nk:
+    most = (limit - 8 * max_warps) // (16 * rows) * dtype.chunk  # a multiple of 16 bytes
+    if most < Nk:
         return 0
-    return min(room, max(256, power_of_two(Nk)))
+    return min(most, max(256, power_of_two(Nk)))
 
 
 def row_warps(Nk: int, dtype: DType, max_warps: int) -> int:
-    """Warps for a row of S: a thread for every 16 bytes, as a power of two."""
+    """Return the number of warps for a row of S, a power of two: about 16 bytes per thread."""
     return min(max_warps, max(1, power_of_two(Nk) // (32 * dtype.chunk)))

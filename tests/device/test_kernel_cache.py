@@ -351,7 +351,7 @@ def test_every_kernel_has_a_key():
                 choices = [Choices(algorithm, return_lse=True)]
                 for exact in (False, algorithm == "fa2"):
                     choices.append(Choices(algorithm, "bwd", deterministic=exact))
-                found = [planning.plan_of(at, each) for each in choices]
+                found = [planning.plan_of_attention(at, each) for each in choices]
                 for kernel in (kernel for plan in found for kernel in plan.launched):
                     assert len(kernel_cache.key_of(kernel, (9, 0))) == 64
 

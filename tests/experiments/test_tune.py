@@ -95,7 +95,7 @@ def test_plans_fall_back_to_the_rule(table, monkeypatch):
     # Rows that do not start at 16 bytes.
     problem = fa2_setting(256, 64, dtype="float16")
     for aligned in (True, False):
-        tiles = planning.plan_of(problem, Choices("fa2"), aligned).tiles
+        tiles = planning.plan_of_attention(problem, Choices("fa2"), aligned).tiles
         assert (tiles == Tiles(64, 256, 128)) == aligned
     # Memory that does not hold them.
     assert with_limit(memory) == Tiles(64, 256, 128)

@@ -515,8 +515,10 @@ def plan_of(call, aligned):
     facts = {"bias": x["bias"].shape, "alibi": True, "dtype": x["q"].dtype}
     problem = Problem.from_shapes(x["q"].shape, x["k"].shape, x["k"].shape, **facts)
     if call.backward:
-        return planning.plan_of(problem, Choices("fa2", "bwd", return_dbias=True), aligned)
-    return planning.plan_of(problem, Choices("fa2", return_lse=True), aligned)
+        return planning.plan_of_attention(
+            problem, Choices("fa2", "bwd", return_dbias=True), aligned
+        )
+    return planning.plan_of_attention(problem, Choices("fa2", return_lse=True), aligned)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])

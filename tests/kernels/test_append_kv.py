@@ -221,9 +221,9 @@ def test_host_arrays_go_to_the_gpu_and_what_is_written_comes_back(gpu, kept):
 
 def test_what_is_no_attention_is_a_plan_too():
     plans = (
-        append.plan_of("float16", (2, 3, 40, 64, 64), 16, True, False),
-        merging.plan_of((2, 3, 40, 64), ("float32", "float16"), True, True),
-        merging.plan_of((2, 3, 40, 64), ("float16", "float16"), False, False),
+        append.plan_of_append("float16", (2, 3, 40, 64, 64), 16, True, False),
+        merging.plan_of_merge_in_place((2, 3, 40, 64), ("float32", "float16"), True, True),
+        merging.plan_of_merge_in_place((2, 3, 40, 64), ("float16", "float16"), False, False),
     )
     said = [(k.name, k.grid) for plan in plans for k in plan.kernels]
     assert said == [
@@ -339,7 +339,7 @@ def test_threads_that_32_bits_do_not_count_are_refused(monkeypatch):
     monkeypatch.setattr(placement.device, "on_gpu", lambda: True)
 
     def plan(blocks):
-        kernel = append.plan_of("float16", (1, 1, 1, 8, 8), 16, True, False).launched[0]
+        kernel = append.plan_of_append("float16", (1, 1, 1, 8, 8), 16, True, False).launched[0]
         return LaunchPlan(launches=(Launch(kernel, (blocks, 1, 1), {}),))
 
     placement.check_grid(plan(2**25), "k_new")

@@ -898,7 +898,7 @@ def test_what_goes_with_blocks():
     two = replace(mask, tiles=Tiles(16, 16, stages=2))
     problem = Problem(1, 1, 1, 77, 77, 16, "float16")
     for passes, stages in (("fwd", 2), ("bwd", 1)):
-        tiles = planning.plan_of(problem, Choices("fa2", passes), block_mask=two).tiles
+        tiles = planning.plan_of_attention(problem, Choices("fa2", passes), block_mask=two).tiles
         assert (tiles.Br, tiles.Bc, tiles.stages) == (16, 16, stages)
     with pytest.raises(ValueError, match="mask_mod cannot be given with a block_mask from"):
         fa_numba.plan(shape, shape, block_mask=mask, mask_mod=near_in_a_document)

@@ -100,7 +100,7 @@ def test_types_list_the_names_that_calls_take():
 
 def test_a_call_does_not_look_at_the_signature(monkeypatch):
     monkeypatch.setattr(inspect, "signature", None)
-    monkeypatch.setattr(ops, "attend", lambda choices, arrays, options, *_: options)
+    monkeypatch.setattr(ops, "call_attention", lambda choices, arrays, options, *_: options)
     assert fa_numba.attention(1, 2, 3, causal=True, is_causal=True) == {
         "causal": True, "is_causal": True,
     }  # fmt: skip
