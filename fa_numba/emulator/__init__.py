@@ -1,8 +1,8 @@
 """An emulator of CUDA kernels on the CPU that counts accesses and finds races.
 
 `launch` runs the unchanged Python function of a Numba-CUDA kernel. One run of the function computes
-all lanes of a thread block, or of several thread blocks. A value is a number if all lanes have the
-same, else a NumPy array with one element per lane.
+all lanes of a thread block, or of several thread blocks. A value is a number if it is equal in all
+lanes, else a NumPy array with one element per lane.
 
 The emulator counts
 - loads and stores of global memory, exactly, with the 32-byte sectors that they touch,
@@ -14,35 +14,37 @@ uninitialised memory, divergent barriers, deadlock and accesses out of bounds. T
 thread block, thread, array and source line.
 
     run.py               launches: thread blocks and groups of lanes in turn
-    arguments.py         a launch's arguments as the kernel sees them
+    run.py               launches: the order in which thread blocks and groups of lanes run
+    arguments.py         converts the arguments of a launch for the kernel
     progress.py          the time limit and the progress bar of a launch
-    batches.py           several thread blocks at once
-    grids.py             thread blocks that wait for each other
-    rewrite.py           rewrites a kernel's syntax tree so that one run computes all lanes
-    expressions.py       the same for expressions
-    syntax.py            the syntax trees that these two modules read and make
+    batches.py           runs several thread blocks at the same time
+    grids.py             runs thread blocks that wait for each other
+    rewrite.py           rewrites a kernel's statements so that one run computes all lanes
+    expressions.py       rewrites a kernel's expressions for the same purpose
+    syntax.py            helpers of rewrite.py and expressions.py for syntax trees
     rebind.py            replaces numba.cuda's names by the emulator's names
-    simulator.py         numba.cuda without Numba's own simulator
+    simulator.py         imports numba.cuda without Numba's own simulator
     namespace.py         the emulator's names: `cuda`, `math`, types
     conversions.py       casts, and stores to an array of each dtype
     warp_functions.py, bits.py, atomics.py, in_turn.py    functions of numba.cuda
     random_states.py     states of Numba's random numbers
-    flow.py              which lanes take part in a statement
+    flow.py              masks: which lanes take part in a statement
     exits.py             lanes that return, break or continue before other lanes
-    active.py            what the lanes that take part agree on
+    active.py            questions about the lanes that take part, such as whether they agree
     lanes.py             operations on arrays of lanes that Python's operators cannot compute
     groups.py            groups of lanes, and what they wait for
-    context.py           what a kernel can call: arrays, copies, counts
+    context.py           the state of a launch: arrays, asynchronous copies, counts
     waiting.py           barriers and warp collectives
     global_memory.py, shared_memory.py, local_memory.py    arrays that check each access
-    axes.py, records.py  arrays of several axes in shared and local memory; structured arrays
-    checks.py            the compiled loops of these checks
-    compiling.py         compiles the loops, and caches them on disk
+    axes.py              arrays of several axes in shared and local memory
+    records.py           structured arrays
+    checks.py            compiled loops that check and count the accesses of many lanes
+    compiling.py         compiles loops for the CPU, and caches them on disk
     source_lines.py      source line and variable name of an instruction
-    typed.py             the source of code, also of code that was typed at a prompt
+    typed.py             source lines of a function, also if it was typed at a prompt
     counts.py            the counts, with Nsight Compute's definitions
     errors.py            the errors
-    trace.py             which tile moves when
+    trace.py             records which tile moves when
 
 Hopper's asynchronous instructions:
 
@@ -51,7 +53,7 @@ Hopper's asynchronous instructions:
     boxed_arrays.py      arrays with a tensor map
     boxes.py             copies of boxes by the copy engine (TMA)
     products.py          matrix products of a warpgroup
-    async_checks.py      the compiled loops of these checks
+    async_checks.py      compiled loops that check copies of boxes and matrix products
 """
 
 from .boxed_arrays import WRAPS, Boxed, BoxLayout

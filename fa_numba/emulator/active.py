@@ -1,4 +1,4 @@
-"""Which lanes of the running group take part in a statement, and what these lanes agree on."""
+"""Questions about the lanes of the running group: which take part, and whether they agree."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from .flow import Flow
 from .groups import WARP, Group, OneByOne, Parting
 from .lanes import FromEnd, Mask
 
-MOST_KNOWN = 256
+MOST_KNOWN = 256  # entries of a cache
 
 
 class Active(Flow):
-    """The part of a context that knows the lanes: `group`, and `mask` if not all of them take part.
+    """The part of a launch that answers questions about the lanes that take part in a statement.
 
-    The lanes belong to one thread block, or to `several` that run at once. `at_once` is the most
-    thread blocks that run at once, `threads` the number of threads of each.
+    `group` contains the running lanes. `mask` says which of them take part; None: all. `several`
+    says whether the lanes belong to several thread blocks. `at_once` is the greatest number of
+    thread blocks that run at the same time, and `threads` is the number of threads of a thread
+    block.
     """
 
     __slots__ = ("threads", "at_once", "several", "group", "_inside", "_known", "wraparound")
@@ -29,12 +31,12 @@ class Active(Flow):
         self.threads, self.at_once, self.several = threads, at_once, False
         self.group: Group
         self.wraparound = False
-        self._inside: dict[int, tuple[np.ndarray, int, Any]] = {}  # indices known to be in bounds
-        # What is known of two arrays or groups, by their identity: arrays are never changed.
+        # Caches. They use the ids of arrays and groups, which are never changed.
+        self._inside: dict[int, tuple[np.ndarray, int, Any]] = {}  # indices that are in bounds
         self._known: dict[tuple[int, int], tuple[Any, Any, bool]] = {}
 
     def active(self) -> np.ndarray:
-        """Return which lanes of the group take part."""
+        """Return which lanes of the group take part, as one bool per lane."""
         return self.group.everyone if self.mask is None else self.mask
 
     def active_lanes(self) -> np.ndarray:
@@ -42,7 +44,10 @@ class Active(Flow):
         return np.flatnonzero(self.active())
 
     def whole_warps(self) -> bool:
-        """Return whether of every warp either all lanes take part or none."""
+        """Return whether of each warp either all 32 lanes take part or none.
+
+        The result is False if the group has only some lanes of a warp.
+        """
         group, mask = self.group, self.mask
         if mask is None or not group.whole:
             return group.whole
@@ -54,7 +59,7 @@ class Active(Flow):
         return known[2]
 
     def first_lane(self) -> int:
-        """Return the first lane that takes part; 0 if there is none."""
+        """Return the first lane that takes part; 0 if no lane takes part."""
         lanes = self.active_lanes()
         return int(lanes[0]) if lanes.size else 0
 
@@ -66,11 +71,14 @@ class Active(Flow):
         return int(lanes[0]) if lanes.size else -1
 
     def first_outside(self, index: Any, extent: Any) -> int:
-        """Return the first lane whose index is not in 0 .. extent - 1; -1 if there is none."""
-        if extent.__class__ is np.ndarray:  # of blocks that run at once
+        """Return the first lane that takes part and whose index is outside 0 .. extent - 1.
+
+        Return -1 if there is none.
+        """
+        if extent.__class__ is np.ndarray:  # it differs between thread blocks
             return self.first_lane_where(np.asarray((index < 0) | (index >= extent)))
         if index.__class__ is np.ndarray:
-            # An index is often used again, and arrays are never changed: this one was inside.
+            # An index is often used again: look up whether it was in bounds before.
             known = self._inside.get(id(index))
             if (
                 known is not None
@@ -88,9 +96,11 @@ class Active(Flow):
         return -1 if 0 <= index < extent else self.first_lane()
 
     def from_start(self, index: Any, extent: Any) -> Any:
-        """Return an index after a negative one is counted from the end of its axis, as by Numba.
+        """Return an index in which negative numbers are replaced: they count from the end.
 
-        With ``wraparound=False``, only a literal index is, such as the index of ``x[-1]``.
+        With ``wraparound=False``, only a literal negative index counts from the end, such as -1 in
+        ``x[-1]``. Other negative indices are returned unchanged. `extent` is the length of the
+        axis.
         """
         if not self.wraparound and index.__class__ is not FromEnd:
             return index
@@ -98,16 +108,20 @@ class Active(Flow):
             return np.where(index < 0, index + extent, index)
         return index + extent if index < 0 else index
 
-    def of_lane(self, index: Any, lane: int, whole: bool = False) -> Any:
-        """Return an index, or each index of a tuple, as it is for one lane."""
+    def of_lane(self, index: Any, lane: int, as_tuple: bool = False) -> Any:
+        """Return an index, or each index of a tuple, as it is for one lane.
+
+        If `as_tuple`, the result is always a tuple.
+        """
         axes = index if index.__class__ is tuple else (index,)
         found = tuple(i[lane].item() if i.__class__ is np.ndarray else i for i in axes)
-        return found if whole or index.__class__ is tuple else found[0]
+        return found if as_tuple or index.__class__ is tuple else found[0]
 
     def uniform(self, value: Any) -> Any:
-        """Return a value that all lanes share.
+        """Return the value that all lanes which take part share, as a number.
 
-        Lanes with another value become another group.
+        Raise Parting if the lanes have different values: lanes with another value then become
+        another group.
         """
         if value.__class__ is not np.ndarray:
             return value
@@ -119,9 +133,9 @@ class Active(Flow):
         return first.item()
 
     def uniform_in_block(self, value: Any) -> Any:
-        """Return a value that all lanes of a thread block share.
+        """Return the value that all lanes of a thread block share.
 
-        The result is an array over the lanes if thread blocks have different values.
+        The result is a number, or an array over the lanes if thread blocks have different values.
         """
         if value.__class__ is not np.ndarray or not self.several:
             return self.uniform(value)
@@ -134,17 +148,26 @@ class Active(Flow):
         return taken[0].item() if (taken == taken[0]).all() else of_block[blocks]
 
     def whole_blocks(self, lanes: np.ndarray) -> np.ndarray:
-        """Return these lanes if they are all lanes or none of each thread block that runs."""
+        """Return `lanes` unchanged. Raise OneByOne unless they are all lanes or none of each block.
+
+        `lanes` has one bool per lane. Block means a thread block that runs.
+        """
         if (self.by_block(lanes) % self.threads).any():
             raise OneByOne
         return lanes
 
     def by_block(self, lanes: np.ndarray) -> np.ndarray:
-        """Return how many of these lanes belong to each of the thread blocks that run."""
+        """Return how many of these lanes belong to each of the thread blocks that run.
+
+        `lanes` has one bool per lane.
+        """
         return np.bincount(self.group.blocks[lanes], minlength=self.at_once)
 
     def covers(self, lanes: np.ndarray, mask: Mask) -> bool:
-        """Return whether these lanes include all lanes of the mask."""
+        """Return whether these lanes include all lanes of the mask.
+
+        `lanes` has one bool per lane. The result is cached.
+        """
         if lanes is mask:
             return True
         if mask is None:
@@ -155,27 +178,28 @@ class Active(Flow):
         return known[2]
 
     def _know(self, one: Any, other: Any, fact: bool) -> tuple[Any, Any, bool]:
+        """Store a fact about two objects in the cache, and return the cache's entry."""
         if len(self._known) > MOST_KNOWN:
             self._known.clear()
         known = self._known[id(one), id(other)] = (one, other, fact)
         return known
 
     def exits(self) -> Exits:
-        """Return the record of the lanes that leave a function which has just been called."""
+        """Return a new record of the lanes that leave the function which has just been called."""
         exits = Exits(self)
         if self.group.exits is None:
             self.group.exits = exits
         return exits
 
     def show(self, *values: Any, **options: Any) -> None:
-        """Print values, in a line for each lane that takes part."""
+        """Print values, one line for each lane that takes part."""
         for lane in self.active_lanes().tolist():
             print(*(x[lane] if x.__class__ is np.ndarray else x for x in values), **options)
 
     def under(self, condition: Any, function: Any, *args: Any) -> Any:
-        """Call a function for the lanes for which a condition is true.
+        """Call a function under the mask of the lanes whose condition is true.
 
-        Return None if there are none.
+        Return the function's result; None if no lane has a true condition.
         """
         if condition.__class__ is not np.ndarray:
             return function(*args) if condition else None

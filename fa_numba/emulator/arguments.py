@@ -1,4 +1,4 @@
-"""The arguments of a launch as the kernel sees them."""
+"""The arguments of a launch, converted to the objects with which the kernel computes."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from .run import Launch
 
 
-# Of each kernel that was launched, which takes long to find out.
+# Cache of the parameter names of each kernel: `inspect.signature` is slow.
 _parameters: WeakKeyDictionary[Callable[..., None], list[str]] = WeakKeyDictionary()
 
 
 def passed(context: Launch, function: Callable[..., None], args: Sequence[Any]) -> list[Any]:
-    """Return the arguments of a kernel as the kernel sees them.
+    """Return the arguments of a launch as the objects with which the kernel computes.
 
-    Every NumPy array becomes a `GlobalArray` in ``context.arrays``. Raise TypeError for a wrong
-    number of arguments, and for an argument that numba.cuda does not accept.
+    Every NumPy array becomes a `GlobalArray`, and is added to ``context.arrays``. Raise TypeError
+    for a wrong number of arguments, and for an argument that numba.cuda does not accept.
     """
     names = _parameters.get(function)
     if names is None:
@@ -42,6 +42,7 @@ def passed(context: Launch, function: Callable[..., None], args: Sequence[Any]) 
 
 
 def _passed(context: Launch, name: str, value: Any) -> Any:
+    """Return one argument as the object with which the kernel computes; `name` is its parameter."""
     if isinstance(value, np.ndarray) and value.ndim == 0:
         value = value[()]
     if isinstance(value, np.generic):
@@ -63,7 +64,7 @@ def _passed(context: Launch, name: str, value: Any) -> Any:
 
 
 def _refuse(name: str, value: Any) -> None:
-    """Raise TypeError for arrays that are not NumPy arrays, and for other containers."""
+    """Raise TypeError for arrays of other libraries, and for lists, sets, dicts and ranges."""
     instead = ""
     if isinstance(value, (list, set, dict, range)):
         instead = f"np.asarray({name})"

@@ -1,17 +1,19 @@
-"""Compiled loops of bulk copies and warpgroup products: hazards, values and marks in shared memory.
+"""Compiled loops for bulk copies and warpgroup products: they check, copy and mark elements.
 
-These functions are like those of checks.py, for operations that touch many elements for one thread
-or for one warpgroup. Three arguments recur:
+These functions are like those of checks.py, for operations that touch many elements of shared
+memory for one thread or for one warpgroup. Several arguments recur:
 
-    known     what happened before the present of the caller. It holds one stamp per thread:
-              accesses of that thread below the stamp happened before. Behind the threads it
-              holds a stamp for each warp's parts of products, and for each mbarrier's copies.
+    known     what happened before the present of the caller: one stamp per thread, and accesses
+              of that thread below the stamp happened before. After the threads it contains a
+              stamp for each warp's parts of products, and for each mbarrier's copies.
     fences    one stamp per thread: the copy engine and the tensor cores may read what the thread
-              wrote below the stamp.
-    places    the elements that are touched.
+              wrote below the stamp
+    first, places    the touched elements: positions in a buffer, counted from element `first`
+    base      stamp of the thread block's last barrier
+    data, written, reads, touched, copiers, sites    the arrays of a `SharedBuffer`
 
-A function that checks returns -1, or the index into `places` of the first element at which
-something is wrong.
+A function that checks elements returns -1, or the index into `places` of the first element at which
+the access is not allowed.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
@@ -27,14 +29,17 @@ from .checks import (
     UNWRITTEN,
     WARP,
     compiled,
-    owned,
+    may_access,
     part_of_a_loop,
 )
 
 
 @part_of_a_loop
 def before(stamp, known, warps):
-    """Return whether an access happened before, according to `known`."""
+    """Return whether the access of a stamp happened before, according to `known`.
+
+    `warps` is the number of warps of the thread block.
+    """
     code = stamp & NOBODY
     if code == NOBODY:
         return False
@@ -57,7 +62,10 @@ def before(stamp, known, warps):
 
 @part_of_a_loop
 def _may_have(stamp, known, fences, warps, base):
-    """Return whether a write happened before and has passed a fence. Copies need no fence."""
+    """Return whether a write happened before and is visible to the copy engine and tensor cores.
+
+    A thread's write is visible to them after a fence. Writes of copies need no fence.
+    """
     if stamp >= base and not before(stamp, known, warps):
         return False
     code = stamp & NOBODY
@@ -70,8 +78,12 @@ def _may_have(stamp, known, fences, warps, base):
 def depart_box(
     written, reads, touched, copiers, sites, first, places, known, fences, warps, base, tid, site
 ):
-    """Hand the elements at `places`, counted from `first`, to the copy engine for writing."""
-    free, used, allowed = places.size, False, UNWRITTEN  # neighbours mostly have the same stamp
+    """Mark elements as in flight for a box load; return -1, or the first element that is not free.
+
+    `tid` is the thread that starts the load, `site` the number of the instruction.
+    """
+    # `allowed` is a stamp that was checked: neighbours mostly have equal stamps.
+    free, used, allowed = places.size, False, UNWRITTEN
     for n in range(places.size):
         p = first + places[n]
         last = written[0, p]
@@ -81,7 +93,7 @@ def depart_box(
                 break
             allowed = last
         used = used or touched[0, p] >= base
-    for row in range(reads.shape[1] if used else 0):  # along a row, whose elements are neighbours
+    for row in range(reads.shape[1] if used else 0):  # row by row: its elements are contiguous
         allowed = UNWRITTEN
         for n in range(free):
             p = first + places[n]
@@ -109,7 +121,7 @@ def depart_box(
 
 @compiled
 def land_box(data, written, first, places, values, stamp):
-    """Write the values of a copy that has arrived."""
+    """Write the values of a box that has arrived, and mark the elements as written at `stamp`."""
     for n in range(places.size):
         p = first + places[n]
         data[0, p] = values[n]
@@ -118,6 +130,7 @@ def land_box(data, written, first, places, values, stamp):
 
 @part_of_a_loop
 def _give_back(reads, touched, row, parts, first, places, stamp):
+    """Mark the elements of an asynchronous read; see `give_back`."""
     each = places.size // parts
     for part in range(parts):
         mark = stamp if stamp == READING else stamp + part
@@ -128,9 +141,10 @@ def _give_back(reads, touched, row, parts, first, places, stamp):
 
 @compiled
 def give_back(reads, touched, row, parts, first, places, stamp):
-    """Mark the end of an asynchronous read.
+    """Mark elements as read at the time of a stamp, or as still being read (stamp `READING`).
 
-    With the stamp `READING`, mark that it still goes on.
+    The marks are in row `row` of `reads`. Each of `parts` readers has an equal part of the
+    elements. Reader n gets the mark ``stamp + n``.
     """
     _give_back(reads, touched, row, parts, first, places, stamp)
 
@@ -139,11 +153,12 @@ def give_back(reads, touched, row, parts, first, places, stamp):
 def lend(
     data, written, reads, touched, row, parts, first, places, known, fences, warps, base, values
 ):
-    """Read the elements at `places` asynchronously.
+    """Copy elements to `values` for an asynchronous read, and mark them as being read.
 
-    No thread may write them before the read has ended.
+    Until the read has ended, no thread may write the elements. Return -1, or the index of the first
+    element that may not be read. `row` and `parts` are described in `give_back`.
     """
-    allowed = -1  # neighbours mostly have the same stamp
+    allowed = -1  # a stamp that was checked: neighbours mostly have equal stamps
     for n in range(places.size):
         p = first + places[n]
         last = written[0, p]
@@ -158,10 +173,11 @@ def lend(
 
 @compiled
 def box_access(kind, rows, width, itemsize, address, block, writers, readers, atomics, stats):
-    """Count the sectors of a box as one request, and record which thread block accesses it.
+    """Count the sectors of a box as one request, and record which thread block accesses the box.
 
-    The box has `width` elements from each of `rows` on. Returns the first row with an element that
-    another thread block has accessed in conflict, -1 if there is none.
+    `rows` contains the first element of each row of the box, and a row has `width` elements.
+    `address` is the address of the array's first byte. Return -1, or the first row with an element
+    whose access conflicts with an access of another thread block.
     """
     stats[0] += 1
     ended = -1
@@ -173,6 +189,6 @@ def box_access(kind, rows, width, itemsize, address, block, writers, readers, at
     if writers.size:
         for k in range(rows.size):
             stop = rows[k] + width
-            if not owned(kind, rows[k], stop, block, False, writers, readers, atomics):
+            if not may_access(kind, rows[k], stop, block, False, writers, readers, atomics):
                 return k
     return -1

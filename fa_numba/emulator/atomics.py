@@ -18,10 +18,12 @@ from .shared_memory import SharedArray
 
 
 def _increased(old: Any, most: Any) -> Any:
+    """Return `old` + 1, or 0 where `old` >= `most` (``cuda.atomic.inc``)."""
     return np.where(old >= most, old.dtype.type(0), old + old.dtype.type(1))
 
 
 def _decreased(old: Any, most: Any) -> Any:
+    """Return `old` - 1, or `most` where `old` is 0 or greater than `most` (``cuda.atomic.dec``)."""
     return np.where((old == 0) | (old > most), most, old - old.dtype.type(1))
 
 
@@ -46,7 +48,10 @@ _IN_ANY_ORDER = _OF_FLOATS | {"and_", "or_", "xor"}
 
 
 class Atomics:
-    """The emulator's `cuda.atomic`. Each function returns the old values by lane."""
+    """The emulator's `cuda.atomic`.
+
+    Each function returns the old values by lane, or None if the kernel does not use the result.
+    """
 
     def __init__(self, context: Any) -> None:
         self._context = context
@@ -59,11 +64,15 @@ class Atomics:
         )
 
     def compare_and_swap(self, array: Any, old: Any, value: Any) -> Any:
-        """Store `value` to the first element of an array if the element is equal to `old`."""
+        """Store `value` to the first element of an array if this element is equal to `old`."""
         return self.update("cas", array, (0,) * array.ndim, old, value)
 
     def update(self, name: str, array: Any, index: Any, *operands: Any) -> Any:
-        """Update an element of an array in every lane that takes part, lane after lane."""
+        """Update an element of an array atomically in every lane that takes part, lane after lane.
+
+        `name` is the name of the function of `cuda.atomic`. `operands` are its arguments after
+        array and index.
+        """
         context = self._context
         if array.__class__ is Axes:
             index = array.position(array.place + (index if index.__class__ is tuple else (index,)))
@@ -103,6 +112,8 @@ class Atomics:
 
 
 def _operation(name: str) -> Any:
+    """Return the method of `Atomics` for the function `name` of `cuda.atomic`."""
+
     def update(self: Atomics, array: Any, index: Any, *operands: Any) -> Any:
         return self.update(name, array, index, *operands)
 
@@ -116,6 +127,7 @@ for _name in UPDATES:
 
 
 def _converted(value: Any, dtype: np.dtype, count: int) -> np.ndarray:
+    """Return an operand as an array over the lanes, with the dtype of the updated array."""
     values = np.broadcast_to(np.asarray(value), count)
     if values.dtype == dtype:
         return values

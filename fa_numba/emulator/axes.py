@@ -1,4 +1,8 @@
-"""Arrays of several axes in shared and in local memory, on top of the arrays of one axis."""
+"""Arrays of several axes in shared and in local memory.
+
+`Axes` maps an index with several axes to an index of a SharedArray or LocalArray, which has one
+axis.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +20,10 @@ if TYPE_CHECKING:
 
 
 def shape_of(function: str, shape: Any) -> tuple[int, ...]:
-    """Return the shape that a call of ``cuda.shared.array`` or ``cuda.local.array`` gives.
+    """Return the `shape` argument of a call of ``cuda.shared.array`` or ``cuda.local.array``.
 
-    Raise TypeError unless it is an integer or a tuple of integers.
+    The result is a tuple. `function` is the name of the called function, for the message. Raise
+    TypeError if `shape` is neither an integer nor a tuple of integers.
     """
     axes = shape if isinstance(shape, (tuple, list)) else (shape,)
     whole = (int, np.integer)
@@ -32,7 +37,9 @@ def shape_of(function: str, shape: Any) -> tuple[int, ...]:
 
 
 class Axes(Unconverted):
-    """An array of several axes in shared or local memory, or its part at the first indices.
+    """An array of several axes in shared or local memory, or a part of such an array.
+
+    A part is what ``a[i]`` selects from an array of two axes: indices for the first axes only.
 
     Parameters
     ----------
@@ -43,7 +50,7 @@ class Axes(Unconverted):
     shape : tuple of int
         Shape of the complete array.
     place : tuple, default ()
-        Indices along the first axes, each a number or an array over the lanes.
+        Indices along the first axes that select the part, each a number or an array over the lanes.
     """
 
     __slots__ = ("ctx", "flat", "whole", "place")
@@ -96,7 +103,7 @@ class Axes(Unconverted):
         self.flat[self.position(place)] = value
 
     def position(self, place: tuple[Any, ...]) -> Any:
-        """Return the number of an element in row-major order, by lane if lanes differ.
+        """Return the position of an element in row-major order, by lane if lanes differ.
 
         Parameters
         ----------
@@ -106,7 +113,7 @@ class Axes(Unconverted):
         Returns
         -------
         int or ndarray of int
-            The number.
+            The position.
 
         Raises
         ------
@@ -123,6 +130,7 @@ class Axes(Unconverted):
         return self._check(place)
 
     def _check(self, place: tuple[Any, ...]) -> Any:
+        """Check the bounds of indices along the first axes; return the position that they give."""
         e: Any = 0
         for i, n in zip(place, self.whole, strict=False):
             if i.__class__ is slice:

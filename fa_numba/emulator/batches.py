@@ -1,14 +1,14 @@
-"""Several thread blocks of a launch at once: the lanes of all of them, step by step.
+"""Several thread blocks of a launch at the same time, statement by statement.
 
-An operation on an array costs about the same for 32 lanes and for 1,000. Thread blocks of few lanes
-therefore run in batches. Each thread block has its own shared memory, barriers and stamps, and so
-its own faults. If all lanes of a thread block are elsewhere or have ended, they are masked out.
-Atomic additions to global memory are made when all thread blocks of the batch have ended, one
-thread block after the other.
+An operation on an array takes about the same time for 32 lanes and for 1,000 lanes. Thread blocks
+of few lanes therefore run in batches. Each thread block has its own shared memory, barriers and
+stamps, and therefore its own faults. If all lanes of a thread block have ended or take another
+branch, they are masked out. Atomic additions to global memory are made when all thread blocks of
+the batch have ended, one thread block after the other.
 
-Some operations need a thread block that runs alone. They raise `OneByOne`; a fault raises its own
-error. The batch is then undone and its thread blocks run one by one. Results, counts and errors are
-the same as without batches.
+Some operations need a thread block that runs alone. They raise `OneByOne`, and a fault of the
+kernel raises an error. In both cases the batch is undone, and its thread blocks run one by one.
+Results, counts and errors are therefore the same as without batches.
 """
 
 from __future__ import annotations
@@ -25,20 +25,21 @@ from .groups import WARP
 if TYPE_CHECKING:
     from .run import Launch
 
-LANES = 2048  # of the blocks that run at once, about
+LANES = 2048  # most lanes of a batch with more than one thread block
 MOST_BLOCKS = 64
 
 
 def blocks_at_once(grid: Index3, block: Index3) -> int:
-    """Return how many thread blocks of a launch run at once."""
+    """Return how many thread blocks of a launch run at the same time."""
     lanes = -(-prod(block) // WARP) * WARP
     return max(1, min(LANES // lanes, MOST_BLOCKS, prod(grid)))
 
 
 def add_in_turn(additions: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]) -> None:
-    """Make atomic additions, one thread block after the other.
+    """Make the atomic additions of a batch, one thread block after the other.
 
-    Each has memory, thread blocks, positions and values.
+    An entry of `additions` contains a memory (a flat array), and for each addition the thread
+    block, the position in the memory and the value.
     """
     by_memory: dict[int, Any] = {}
     for memory, *what in additions:
@@ -50,7 +51,10 @@ def add_in_turn(additions: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.nda
 
 
 class Kept:
-    """The state of a launch, to which it can be restored."""
+    """The state of a launch at one time, to which the launch can be restored.
+
+    `owners` says whether the records of thread blocks that accessed an element are kept, too.
+    """
 
     def __init__(self, launch: Launch, owners: bool = True) -> None:
         self.launch = launch
@@ -64,7 +68,7 @@ class Kept:
                 self.owners += [(of, of.copy()) for of in a.owners.blocks]
 
     def restore(self) -> None:
-        """Restore the launch to this state."""
+        """Restore memory, counts and records of the launch to the kept state."""
         launch = self.launch
         for memory, at, old in reversed(launch.journal):
             memory[at] = old

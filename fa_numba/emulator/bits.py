@@ -17,12 +17,17 @@ WORD, LONG = 32, 64
 
 
 def _unsigned(value: int) -> tuple[int, int]:
-    """Return the bits of an integer as a positive number, and how many bits it has."""
+    """Return the bits of an integer as a number of at least 0, and the number of bits, 32 or 64."""
     width = WORD if -(1 << WORD - 1) <= value < 1 << WORD else LONG
     return value & (1 << width) - 1, width
 
 
 def _of_bits(function: Callable[[int, int], int], name: str) -> Callable[[Any], Any]:
+    """Return the function `name` of `numba.cuda`, for a number or an array over the lanes.
+
+    `function` takes the bits of an integer and the number of bits.
+    """
+
     def of_number(value: Any) -> int:
         return function(*_unsigned(int(value)))
 
@@ -38,7 +43,7 @@ cbrt = each(lambda x: float(np.cbrt(x)))
 
 
 def selp(condition: Any, if_true: Any, if_false: Any) -> Any:
-    """Return one value or the other by lane; both are computed."""
+    """Return `if_true` or `if_false` by lane. Both operands are computed in all lanes."""
     if condition.__class__ is np.ndarray:
         return where(truth(condition), if_true, if_false)
     return if_true if condition else if_false

@@ -1,4 +1,8 @@
-"""Arrays with a tensor map, of which a kernel copies boxes; the addresses of a box's elements."""
+"""Arrays with a tensor map. A kernel copies boxes from and to these arrays (TMA).
+
+This module computes the addresses of a box's elements, and counts and checks the copies in global
+memory.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +19,9 @@ from .global_memory import DOES, GlobalArray, without_unused_strides
 if TYPE_CHECKING:
     from .boxes import Boxes
 
-ROW_BYTES = 128  # of a box, and of a panel of an operand
-CHUNK = 16  # bytes, which the swizzle moves
-MOST_ROWS = 256
+ROW_BYTES = 128  # bytes of a row of a box, and of a panel of a product's operand
+CHUNK = 16  # bytes that the swizzle moves together
+MOST_ROWS = 256  # of a box
 # Index at which an axis wraps around the address space of 2^64 bytes. If its stride is 2^34 - n,
 # the index WRAPS is WRAPS * n bytes before the array's beginning.
 WRAPS = 1 << 30
@@ -111,7 +115,11 @@ class Boxed:
 
 
 class BoxedArray:
-    """An array with a tensor map as the kernel sees it."""
+    """An array with a tensor map as the kernel sees it.
+
+    `rows` and `columns` are the numbers of rows and columns of a box; a row runs along the last
+    axis. `shape` is the shape of the array. `steps` is described in `BoxLayout`.
+    """
 
     __slots__ = ("array", "layout", "rows", "columns", "shape", "steps")
 
@@ -228,14 +236,14 @@ class BoxedArray:
         return rows, columns, starts[:, None] + np.arange(width)
 
     def merged(self, mask: Any, other: Any) -> BoxedArray:
-        """Return this array, which all lanes must hold.
+        """Return this array after a branch. The variable must be this array in all lanes.
 
         Parameters
         ----------
         mask : ndarray of bool
-            Lanes that hold `other`.
+            Lanes in which a variable is this array.
         other : object
-            What the other lanes hold.
+            Value of the variable in the other lanes.
 
         Returns
         -------
@@ -278,14 +286,14 @@ def index_of(array: GlobalArray, places: np.ndarray) -> tuple[np.ndarray, ...]:
 def note_copy(
     ctx: Boxes, array: GlobalArray, kind: int, starts: np.ndarray, width: int, lane: int
 ) -> None:
-    """Count what the copy engine accesses, and check it for conflicts.
+    """Count the accesses of a copy by the copy engine, and check them for conflicts.
 
     Parameters
     ----------
     ctx : Boxes
         The launch.
     array : GlobalArray
-        The array.
+        The array in global memory.
     kind : int
         LOAD, STORE or ATOMIC of `checks`.
     starts : ndarray of int
@@ -326,9 +334,9 @@ def note_copy(
 def _require_fence(
     ctx: Boxes, array: GlobalArray, kind: int, starts: np.ndarray, width: int, lane: int
 ) -> None:
-    """Raise if a thread stored one of the elements since the thread block began.
+    """Raise MissingFence if a thread of this thread block stored an element of the copy.
 
-    Only the end of a launch orders such a store before the copy engine.
+    Within a launch, nothing orders such a store before an access of the copy engine.
     """
     places = (starts[:, None] + np.arange(width)).reshape(-1)
     stamps = array.owners.stamps[STORE, places]

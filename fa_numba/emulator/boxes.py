@@ -1,13 +1,13 @@
 """Asynchronous copies of boxes between global and shared memory by the copy engine (TMA).
 
 A load to shared memory is in flight until a thread waits for the phase of the load's mbarrier. From
-then on the elements may be used by the threads that waited, and by threads that a barrier orders
-after them.
+then on the threads that waited may use the elements. Threads that a barrier orders after these
+threads may use the elements too.
 
 A store from shared memory reads its elements until the storing thread has waited for the read. The
-elements are in global memory when the thread has waited for the write, or has ended. From then on
-threads that a barrier orders after that wait may touch these elements of global memory, and may
-copy other boxes from or to them.
+elements are in global memory when the storing thread has waited for the write, or has ended.
+Threads that a barrier orders after the wait for the write may then access these elements of global
+memory. They may also copy other boxes from or to these elements.
 """
 
 from __future__ import annotations
@@ -36,29 +36,38 @@ from .groups import WARP, Site
 from .mbarriers import Mbarrier, Mbarriers, MbarrierTile
 from .shared_memory import SharedArray, SharedBuffer
 
-REPEAT = 1024  # bytes: it begins anew at multiples of these
-HALF_WAY = 1 << 31
-ENGINE = "this TMA copy or wgmma product"
+REPEAT = 1024  # bytes after which the swizzle pattern repeats
+HALF_WAY = 1 << 31  # half of the number of 32-bit integers
+ENGINE = "this TMA copy or wgmma product"  # how messages call the accessing hardware
 
 
 def swizzled(byte: Any, span: int = ROW_BYTES) -> Any:
-    """Return the address of a byte after swizzling: chunk c of row r moves to c ^ r % n.
+    """Return the address of a byte after swizzling: chunk c of row r moves to chunk c ^ r % n.
 
-    n is the number of chunks in `span`.
+    A row has 128 bytes, and a chunk 16 bytes. n is the number of chunks in `span` bytes.
     """
     return byte ^ (byte >> 7 & span // CHUNK - 1) << 4
 
 
 @lru_cache(maxsize=64)
 def box_places(rows: int, itemsize: int, swizzle: int) -> np.ndarray:
-    """Return the elements of a box's rows, counted from its first element, as (rows, columns)."""
+    """Return the positions of a box's elements in shared memory, as an array (rows, columns).
+
+    A position is the number of elements after the first element of the box. A row has 128 bytes.
+    `swizzle` is the number of bytes within which the chunks of a row are permuted.
+    """
     byte = np.arange(rows * ROW_BYTES, dtype=np.int64).reshape(rows, -1)[:, ::itemsize]
     return swizzled(byte, swizzle) // itemsize
 
 
 @dataclass(slots=True, eq=False)
 class BoxLoad:
-    """A box that is being loaded to shared memory. `stamp` says when its mbarrier's phase ended."""
+    """A box that is being copied from global memory to shared memory.
+
+    The elements at the positions `places`, counted from element `first` of `buffer`, will get the
+    values `values`. `stamp` is the stamp of the end of the mbarrier's phase; it is 0 before this
+    end.
+    """
 
     buffer: SharedBuffer
     first: int
@@ -67,7 +76,7 @@ class BoxLoad:
     stamp: int = 0
 
     def land(self) -> None:
-        """Write the box's values to shared memory."""
+        """Write the values of the box to shared memory."""
         buffer = self.buffer
         async_checks.land_box(
             buffer.data, buffer.written, self.first, self.places, self.values, self.stamp
@@ -76,10 +85,12 @@ class BoxLoad:
 
 @dataclass(slots=True, eq=False)
 class Lent:
-    """Elements of shared memory that are read asynchronously, until a thread has waited for it.
+    """An asynchronous read of shared memory that no thread has waited for yet.
 
-    `row` of `buffer.reads` marks them. `code`, in a stamp, says who reads; of several readers it is
-    the first, and each reads one of `parts` parts of the elements.
+    The read is marked in row `row` of ``buffer.reads``. `places` are the positions of the elements,
+    counted from element `first` of the buffer. `code` is the part of a stamp that says who reads.
+    If `parts` readers share the elements, `code` belongs to the first reader and ``code + n`` to
+    reader n. Each reader reads an equal part of `places`.
     """
 
     buffer: SharedBuffer
@@ -90,7 +101,7 @@ class Lent:
     parts: int
 
     def mark(self, stamp: int) -> None:
-        """Mark the elements as read with a stamp."""
+        """Mark the elements as read at the time of a stamp, or as still being read (`READING`)."""
         buffer = self.buffer
         async_checks.give_back(
             buffer.reads, buffer.touched, self.row, self.parts, self.first, self.places, stamp
@@ -99,7 +110,14 @@ class Lent:
 
 @dataclass(slots=True, eq=False)
 class BoxStore:
-    """A box that is being stored to global memory, in group `number` of its thread."""
+    """A box that is being copied from shared memory to global memory.
+
+    `lent` is the read of shared memory. `at` are the elements of the memory of `array` that will
+    get `values`, or to which `values` will be added (`adds`). Thread `tid` started the copy at the
+    instruction `site`, in its bulk group `number`. `element` is the name of the first element in
+    shared memory, for messages. `read` says whether the thread has waited for the read of shared
+    memory.
+    """
 
     lent: Lent
     array: GlobalArray
@@ -114,41 +132,47 @@ class BoxStore:
 
 
 class Boxes(Mbarriers):
-    """A context with copies of boxes."""
+    """The part of a launch that copies boxes."""
 
     __slots__ = ("begun", "_stores", "_groups_of_boxes", "_marked")
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.begun = 0
+        self.begun = 0  # the first stamp of the running thread block
         self._stores: list[BoxStore] = []
         self._marked = False  # whether the last thread block may have left marks of reads
-        self._groups_of_boxes: dict[int, int] = {}  # by thread, how many it has closed
+        # By thread: the number of groups of box stores that the thread has closed.
+        self._groups_of_boxes: dict[int, int] = {}
 
     def begin_blocks(self, first: int, count: int) -> None:
-        """Reset boxes and marks for new thread blocks; see `Context.begin_blocks`."""
+        """Forget the box stores and marks of earlier thread blocks; see `Context.begin_blocks`."""
         super().begin_blocks(first, count)
-        for box in self._stores:  # that a block has left
+        for box in self._stores:  # of a thread block that was interrupted
             box.array.owners.stamps[BOX, box.at] = 0
         self._stores, self._groups_of_boxes = [], {}
-        self.begun = (self.clock + 1) * STAMP  # the block's first stamp
+        self.begun = (self.clock + 1) * STAMP
         marked, self._marked = self._marked, True
         for buffer in self._pool.values() if marked else ():
-            if buffer.reads.shape[1] > self.warps:  # marks that a block has left
+            if buffer.reads.shape[1] > self.warps:  # it has rows for marks
                 buffer.touched[0] = 0
                 buffer.reads[0, self.warps :] = 0
 
     @property
-    def rows_of_boxes(self) -> int:
-        """Return the row of `buffer.reads` that marks boxes.
+    def row_of_boxes(self) -> int:
+        """Return the number of the row of ``buffer.reads`` that marks reads by box stores.
 
-        It is behind the rows of the warps and two rows per warpgroup, for the operands of products.
+        Before this row are one row per warp, and two rows per warpgroup for the operands of
+        products.
         """
         return self.warps + 2 * self.warpgroups
 
     def rows_for_marks(self, buffer: SharedBuffer) -> None:
-        """Give a buffer rows that mark the reads of products, and a last row for stored boxes."""
-        missing = self.rows_of_boxes + 1 - buffer.reads.shape[1]
+        """Add rows to ``buffer.reads`` that mark asynchronous reads, if they are missing.
+
+        These are two rows per warpgroup for the operands of products, and a last row for box
+        stores.
+        """
+        missing = self.row_of_boxes + 1 - buffer.reads.shape[1]
         if missing > 0:
             _, rows, length = buffer.reads.shape
             before, at = buffer.reads, np.flatnonzero(buffer.touched[0] >= self.base[0])
@@ -158,7 +182,11 @@ class Boxes(Mbarriers):
     def untouchable(
         self, array: SharedArray, p: int, known: np.ndarray, does: str
     ) -> EmulatorError:
-        """Return the error for an element that a copy or a product may not access yet."""
+        """Return the error for an element that a TMA copy or a product may not access yet.
+
+        `p` is the element of the buffer. `known` is the knowledge of the threads that start the
+        copy or product, see knowledge.py. `does` is "reads" or "overwrites".
+        """
         buffer, base = array.buffer, self.base[0]
         last, element = int(buffer.written[0, p]), array._element(p)
 
@@ -188,7 +216,10 @@ class Boxes(Mbarriers):
     def _box(
         self, boxed: BoxedArray, array: SharedArray, index: int, lane: int
     ) -> tuple[int, np.ndarray]:
-        """Return where a box is in shared memory: first element, all elements from there."""
+        """Return where a box begins in a buffer, and the positions of its elements from there.
+
+        Raise unless the box fits into the array and begins at a multiple of 1024 bytes.
+        """
         size = boxed.rows * boxed.columns
         if array.itemsize != boxed.array.itemsize:
             text = (
@@ -207,13 +238,18 @@ class Boxes(Mbarriers):
         return first, box_places(boxed.rows, array.itemsize, boxed.layout.swizzle)
 
     def _of_lane(self, lane: int, *values: Any) -> list[int]:
+        """Return integer values as they are for one lane."""
         return [int(self.of_lane(value, lane)) for value in values]
 
     def load_box(
         self, dst: SharedArray, index: Any, src: BoxedArray, place: tuple[Any, ...],
         tile: MbarrierTile, which: Any,
     ) -> None:  # fmt: skip
-        """Start a copy of the box at `place` to dst[index], in each lane that takes part."""
+        """Start a copy of a box to dst[index], in each lane that takes part.
+
+        `place` is the index of the box's first element along each axis of the tensor map of `src`.
+        The mbarrier with index `which` of `tile` counts the bytes of the copy.
+        """
         self.alone()
         self.instruction("tma")
         for lane in self.active_lanes().tolist():
@@ -237,6 +273,11 @@ class Boxes(Mbarriers):
         self, dst: SharedArray, first: int, places: np.ndarray, values: np.ndarray,
         tid: np.ndarray, barrier: Mbarrier,
     ) -> None:  # fmt: skip
+        """Mark the elements of a box as in flight, and add the box to the copies of an mbarrier.
+
+        Raise if a thread may still access one of the elements. `tid` has one entry: the thread that
+        starts the copy.
+        """
         buffer = dst.buffer
         self.rows_for_marks(buffer)
         bad, known = self.checked(
@@ -252,7 +293,11 @@ class Boxes(Mbarriers):
         self, dst: BoxedArray, place: tuple[Any, ...], src: SharedArray, index: Any,
         adds: bool = False,
     ) -> None:  # fmt: skip
-        """Start a copy of src[index] to the box at `place`, or its addition to it, in each lane."""
+        """Start a copy of src[index] to a box of an array, in each lane that takes part.
+
+        `place` is the index of the box's first element along each axis of the tensor map of `dst`.
+        If `adds`, the elements are added to the box atomically.
+        """
         self.alone()
         self.instruction("tma")
         for lane in self.active_lanes().tolist():
@@ -262,14 +307,17 @@ class Boxes(Mbarriers):
             rows, columns, found = dst.access(self, ATOMIC if adds else STORE, where, lane)
             taken, to = places[rows, columns].reshape(-1), found.reshape(-1)
             dst.array._keep(to[:0])  # refuses an array that is read-only
-            if not adds:  # which come behind each other in any order
+            if not adds:  # additions may happen in any order
                 self._behind_stores(dst.array, to, lane, "overwrites")
             self._send(dst.array, to, src, first, taken, lane, adds)
 
     def add_bulk(
         self, dst: GlobalArray, row: Any, col: Any, src: SharedArray, index: Any, count: Any
     ) -> None:
-        """Start adding `count` floats from src[index] on to dst[row, col] and its neighbours."""
+        """Start adding `count` floats from src[index] on to neighbours from dst[row, col] on.
+
+        Each lane that takes part starts such an addition.
+        """
         self.alone()
         self.instruction("tma")
         for lane in self.active_lanes().tolist():
@@ -298,18 +346,27 @@ class Boxes(Mbarriers):
         self, array: GlobalArray, to: np.ndarray, src: SharedArray, first: int, taken: np.ndarray,
         lane: int, adds: bool,
     ) -> None:  # fmt: skip
-        """Read elements of shared memory asynchronously, and store or add them to an array."""
+        """Start an asynchronous read of shared memory whose values go to global memory.
+
+        The elements of `src` at the positions `taken`, counted from `first`, are read. Their values
+        are stored or added (`adds`) to the elements `to` of the memory of `array`, when the thread
+        of `lane` has waited.
+        """
         array.owners.stamps[BOX, to] = IN_FLIGHT
         tid = int(self.group.tids[lane])
         values = np.zeros(taken.size, src.buffer.data.dtype)
         tids = self.group.tids[lane : lane + 1]
-        lent = self.lend(src, self.rows_of_boxes, first, taken, tids, values)
+        lent = self.lend(src, self.row_of_boxes, first, taken, tids, values)
         number = self._groups_of_boxes.get(tid, 0)
         element, site = src._element(first), self.site()
         self._stores.append(BoxStore(lent, array, to, values, tid, number, element, site, adds))
 
     def _behind_stores(self, array: GlobalArray, places: np.ndarray, lane: int, does: str) -> None:
-        """Raise unless the boxes that were stored at these positions are visible to this lane."""
+        """Raise GlobalHazard unless earlier box stores to some elements are visible to a lane.
+
+        `places` are elements of the memory of `array`. `does` is "reads" or "overwrites", for the
+        message.
+        """
         if not array.owners.stamps.size:
             return
         stamps = array.owners.stamps[BOX, places]
@@ -332,7 +389,12 @@ class Boxes(Mbarriers):
         self, array: SharedArray, row: int, first: int, places: np.ndarray, tids: np.ndarray,
         values: np.ndarray, code: int = 0, parts: int = 1,
     ) -> Lent:  # fmt: skip
-        """Read elements asynchronously, for these threads."""
+        """Start an asynchronous read of shared memory for some threads, and return its record.
+
+        Raise if an element may not be read yet. `values` receives the values. `row`, `first`,
+        `places`, `code` and `parts` are described in `Lent`. `tids` are the threads that start the
+        read.
+        """
         buffer = array.buffer
         self.rows_for_marks(buffer)
         bad, known = self.checked(
@@ -344,15 +406,15 @@ class Boxes(Mbarriers):
         return Lent(buffer, row, first, places, code, parts)
 
     def commit_boxes(self) -> None:
-        """Close each thread's group of stored boxes."""
+        """Close the current group of box stores of each lane that takes part."""
         self.alone()
         for tid in self.group.tids[self.active()].tolist():
             self._groups_of_boxes[tid] = self._groups_of_boxes.get(tid, 0) + 1
 
     def wait_boxes(self, written: bool) -> None:
-        """Wait until each thread's closed groups have been read.
+        """Wait until the closed groups of box stores of each lane have read shared memory.
 
-        If `written`, until they are stored.
+        If `written`, also wait until their elements are in global memory.
         """
         self.alone()
         lane_of = {int(t): k for k, t in enumerate(self.group.tids) if self.active()[k]}
@@ -376,6 +438,7 @@ class Boxes(Mbarriers):
                 box.lent.mark(READING)
 
     def _write_box(self, box: BoxStore) -> None:
+        """Store the values of a box to global memory, or add them."""
         box.array._keep(box.at)
         values = box.values
         if box.adds:
@@ -383,6 +446,7 @@ class Boxes(Mbarriers):
         box.array._memory[box.at] = values
 
     def _exit(self) -> None:
+        """Store the boxes of lanes that exit. Raise if a box may still read shared memory."""
         if not self._stores:
             return
         tids = set(self.group.tids[self.active()].tolist())
@@ -398,7 +462,7 @@ class Boxes(Mbarriers):
             self._stores.remove(box)
 
     def left_over(self) -> None:
-        """Raise if a thread block ends with a loaded box that no thread has waited for."""
+        """Raise SharedHazard if a thread block ends with a loaded box that no thread waited for."""
         for barrier in self._mbarriers.values():
             for copy in (*barrier.arrived, *barrier.flying):
                 p = int(copy.first + copy.places[0])
@@ -409,7 +473,7 @@ class Boxes(Mbarriers):
                 )
                 raise self.fault_at(SharedHazard, text, int(tid), site)
         super().left_over()
-        self._marked = False  # all reads have ended, or a thread would not have exited
+        self._marked = False  # every thread has exited, so all asynchronous reads have ended
 
 
 def _signed(value: int) -> int:

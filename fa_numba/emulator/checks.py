@@ -1,14 +1,21 @@
 """Compiled loops of memory accesses: hazards, values, sectors and wavefronts of many lanes.
 
-These loops over lanes and elements are most of an emulated kernel's work, and so they are compiled
-for the CPU. A function returns -1, or the first lane at which something may be wrong. From that
-lane on the caller goes through the lanes one by one in Python, which knows every case and makes the
-error.
+These loops over lanes and elements are most of an emulated kernel's work. They are therefore
+compiled for the CPU. A function that checks accesses returns -1, or the first lane whose access it
+cannot decide. From that lane on, the caller goes through the lanes one by one in Python, handles
+every case, and makes the error.
 
 Stamps are explained in shared_memory.py. Lanes are in the order of their threads. If several thread
-blocks run at once, a thread's number is its number in the thread block, plus PITCH for each thread
-block before. Arrays of shared memory and `base` have one row per thread block. `starts` and `seen`
-have one row per warp of all these thread blocks.
+blocks run at the same time, a thread's number is its number in the thread block, plus PITCH for
+each thread block before. Arguments that recur:
+
+    data, written, reads, touched, copiers, sites    the arrays of a `SharedBuffer`
+    first, length    the shared array: its first element in the buffer, its number of elements
+    e, width         each lane accesses `width` elements from e[lane] on
+    mask, tids       which lanes take part, and the number of each lane's thread
+    starts, seen, base    see `Context.new_clocks`
+    stats            a row of statistics to which the access is added
+    scratch          working memory: SCRATCH
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
@@ -21,37 +28,44 @@ from numba.extending import register_jitable
 from . import compiling
 
 WARP = 32
-PITCH, SHIFT = 1024, 10  # from block to block of those that run at once; its logarithm
-LOCAL = PITCH - 1
-STAMP = 2048
-SEVERAL = 1024
-# From here on, plus a column of `seen`: a product, of which each warp of four knows its own part.
+# Thread numbers of thread blocks that run at the same time differ by PITCH = 1 << SHIFT.
+PITCH, SHIFT = 1024, 10
+LOCAL = PITCH - 1  # bits of a thread number that are the number in the thread block
+STAMP = 2048  # a stamp is clock * STAMP + code
+SEVERAL = 1024  # code of several threads of warp w: SEVERAL + w
+# Code of a product of a warpgroup: PRODUCT + the first of four columns of `seen`. In these columns
+# each warp of the warpgroup records that its own part of the product has ended.
 PRODUCT = SEVERAL + 512
-NOBODY = STAMP - 1
-# Above every stamp, so that one comparison finds them, and by nobody: no access comes before.
-READING = (1 << 59) + NOBODY  # asynchronously
-AFTER_ALL = 1 << 60  # the last barrier of a launch that ignores races: every access came before
+NOBODY = STAMP - 1  # code of an access that only a barrier of the thread block can order
+# Special stamps. They are greater than every other stamp, so that one comparison finds them.
+READING = (1 << 59) + NOBODY  # an asynchronous read is in flight
+AFTER_ALL = 1 << 60  # `base` of a launch that ignores races: every access happened before
 UNWRITTEN = (1 << 60) + NOBODY
-IN_FLIGHT = (1 << 61) + NOBODY
+IN_FLIGHT = (1 << 61) + NOBODY  # an asynchronous copy to the element is in flight
 
 # Columns of a row of statistics.
 REQUESTS, SECTORS, WAVEFRONTS, CONFLICTS = range(4)
-LOAD, STORE, ATOMIC, BOX = range(4)  # the last: a box that is stored, or has been waited for
-MANY = -1
+# Kinds of access. BOX: a store of a box, which is in flight or has been waited for.
+LOAD, STORE, ATOMIC, BOX = range(4)
+MANY = -1  # in place of the number of a thread block: several thread blocks
 
-# Kept on disk; what they call is compiled into them, so that one process never reads what another
-# is about to write.
+# Decorator of compiled loops, which are cached on disk. The functions that they call are compiled
+# into them, so that no process reads a function's file while another process writes it.
 compiled = compiling.compiled(error_model="numpy", _nrt=False)
-# What they work in, as they cannot allocate: each call may change all of it.
+# Working memory of the loops, which cannot allocate. Each call may change all of it.
 SCRATCH = np.zeros((WARP + 1, WARP), np.int64)
-# What they call. Without Numba's runtime no array is counted as a reference, which would take most
-# of the time; nothing can be allocated then.
+# Decorator of functions that compiled loops call. Without Numba's runtime (`_nrt`), references to
+# arrays are not counted, which would take most of the time. Such code cannot allocate.
 part_of_a_loop = register_jitable(_nrt=False)
 
 
 @part_of_a_loop
 def ordered(stamp, tid, warp, seen):
-    """Return whether an access happened before the present of thread `tid`."""
+    """Return whether the access of a stamp happened before the present of a thread.
+
+    The thread has the number `tid` in its thread block. `warp` is the row of `seen` of the thread's
+    warp.
+    """
     code = stamp & NOBODY
     if code == tid:
         return True
@@ -68,11 +82,15 @@ def ordered(stamp, tid, warp, seen):
 
 @part_of_a_loop
 def _in_pairs(e, start, stop, apart, mask, tids):
-    """Return whether every lane shares its address with the lane `apart` away from it."""
+    """Return whether the lanes of threads t and t ^ `apart` access the same elements.
+
+    All lanes from `start` to `stop` are compared. A lane whose partner does not take part counts as
+    equal.
+    """
     for k in range(start, stop):
         if mask[k]:
             other = tids[k] ^ apart
-            n = k + other - tids[k]  # where it is, if no lane is missing
+            n = k + other - tids[k]  # the other lane, if no lane is missing
             if not (start <= n < stop and tids[n] == other):
                 n = start
                 while n < stop and tids[n] != other:
@@ -84,12 +102,17 @@ def _in_pairs(e, start, stop, apart, mask, tids):
 
 @part_of_a_loop
 def _wavefronts(first, itemsize, e, width, mask, tids, pairs, stats, scratch):
-    """Count the wavefronts and conflicts of an access to shared memory; counts.py has the rule."""
-    size, shift, group = width * itemsize, 2, 5  # log2 of bytes a lane, of lanes a wavefront
+    """Count the wavefronts and bank conflicts of an access to shared memory.
+
+    The rule is in counts.py. `pairs` says whether loads by pairs of lanes may need half the
+    wavefronts.
+    """
+    # A lane accesses a word of 1 << shift bytes, and a wavefront serves 1 << group lanes.
+    size, shift, group = width * itemsize, 2, 5
     while size > 1 << shift:
         shift, group = shift + 1, group - 1
     last = (1 << group) - 1
-    units, used = scratch, scratch[WARP]  # by bank: units, how many
+    words, used = scratch, scratch[WARP]  # by bank: the accessed words, and their number
     k, count = 0, e.size
     while k < count:
         warp = tids[k] >> 5
@@ -97,7 +120,7 @@ def _wavefronts(first, itemsize, e, width, mask, tids, pairs, stats, scratch):
         lanes, half = group, -1
         while k < count and tids[k] >> 5 == warp:
             if pairs and group < 5 and (tids[k] & 31) >> (group + 1) != half:
-                # Lanes that share places in pairs are served twice as many at a time.
+                # If pairs of lanes load the same elements, a wavefront serves twice as many lanes.
                 half = (tids[k] & 31) >> (group + 1)
                 stop = k
                 while (
@@ -117,13 +140,13 @@ def _wavefronts(first, itemsize, e, width, mask, tids, pairs, stats, scratch):
                     most = 0
                     for n in range(last + 1):
                         used[n] = 0
-                unit = ((first + e[k]) * itemsize) >> shift
-                bank = unit & last
+                word = ((first + e[k]) * itemsize) >> shift
+                bank = word & last
                 n = used[bank]
-                while n > 0 and units[bank, n - 1] != unit:
+                while n > 0 and words[bank, n - 1] != word:
                     n -= 1
                 if n == 0:
-                    units[bank, used[bank]] = unit
+                    words[bank, used[bank]] = word
                     used[bank] += 1
                     if used[bank] > most:
                         most = used[bank]
@@ -140,7 +163,7 @@ def shared_load(
     data, written, reads, touched, first, length, itemsize, e, width, mask, tids, starts, seen,
     base, stats, scratch, out, pairs,
 ):  # fmt: skip
-    """Copy elements e .. e + width - 1 of every lane to out[:, lane]."""
+    """Check and count loads, and copy the elements of every lane to out[:, lane]."""
     for k in range(e.size):
         if not mask[k]:
             continue
@@ -153,8 +176,8 @@ def shared_load(
         for n in range(width):
             p = first + i + n
             r = reads[s, v, p]
-            # A read by this thread or several of its warp is recorded already, and was checked
-            # against the last write then.
+            # If a read by this thread, or by several threads of its warp, is recorded, it was
+            # checked against the last write before.
             if r != several and r != me:
                 if written[s, p] >= base[s] and not ordered(written[s, p], t, w, seen):
                     return k
@@ -168,6 +191,11 @@ def shared_load(
 
 @part_of_a_loop
 def _may_write(written, reads, touched, s, p, base, t, w, seen):
+    """Return whether a thread may write an element: all accesses since the barrier happened before.
+
+    The element is `p` of thread block `s`. The thread has the number `t`, and `w` is its warp's row
+    of `seen`.
+    """
     last = written[s, p]
     if last >= base[s] and last != UNWRITTEN and not ordered(last, t, w, seen):
         return False
@@ -184,7 +212,7 @@ def shared_store(
     data, written, reads, touched, first, length, itemsize, e, width, mask, tids, starts, seen,
     base, stats, scratch, values,
 ):  # fmt: skip
-    """Store values[:, lane] to elements e .. e + width - 1 of every lane."""
+    """Check and count stores, and copy values[:, lane] to the elements of every lane."""
     for k in range(e.size):
         if not mask[k]:
             continue
@@ -206,11 +234,12 @@ def shared_store(
 def shared_atomic(
     written, reads, touched, atomics, plain, first, length, e, mask, tids, starts, seen, base
 ):
-    """Record an atomic update of element e of every lane.
+    """Check and record an atomic update of element e[lane] in every lane.
 
-    `atomics` equals `written` for an element whose last write was atomic. `plain` is then the stamp
-    of the last write that was not. The stamp of atomic updates by threads of several warps is by
-    nobody, so that only a barrier of the thread block comes after it.
+    If the last write of an element was atomic, ``atomics`` of the element equals ``written``, and
+    ``plain`` is the stamp of the last write that was not atomic. If threads of several warps have
+    updated the element, its stamp has the code NOBODY: only a barrier of the thread block orders
+    later accesses after it.
     """
     for k in range(e.size):
         if not mask[k]:
@@ -242,7 +271,7 @@ def shared_atomic(
 
 @compiled
 def count_wavefronts(first, itemsize, e, mask, tids, stats, scratch):
-    """Count an access of every lane to one element of shared memory."""
+    """Count the wavefronts of an access of every lane to one element of shared memory."""
     _wavefronts(first, itemsize, e, 1, mask, tids, False, stats, scratch)
 
 
@@ -251,7 +280,10 @@ def depart(
     data, written, reads, touched, first, length, itemsize, e, width, mask, tids, starts, seen,
     base, stats, scratch, copiers, sites, site,
 ):  # fmt: skip
-    """Hand elements e .. e + width - 1 of every lane to the lane's asynchronous copy."""
+    """Check and count asynchronous copies, and mark the elements of every lane as in flight.
+
+    `site` is the number of the instruction, which is recorded for messages.
+    """
     for k in range(e.size):
         if not mask[k]:
             continue
@@ -271,7 +303,10 @@ def depart(
 
 @compiled
 def land(data, written, first, e, width, values, mask, tids, starts):
-    """Write the arrived copies of the lanes in `mask`: values[lane] to e .. e + width - 1."""
+    """Write the values of asynchronous copies that lanes have waited for.
+
+    values[lane] is copied to the elements of each lane of `mask`.
+    """
     for k in range(e.size):
         if mask[k]:
             s = tids[k] >> SHIFT
@@ -283,7 +318,7 @@ def land(data, written, first, e, width, values, mask, tids, starts):
 
 @compiled
 def outside(index, extent, mask):
-    """Return the first lane whose index is not in 0 .. extent - 1; -1 if there is none."""
+    """Return the first lane of `mask` whose index is outside 0 .. extent - 1; else -1."""
     for k in range(index.size):
         if mask[k] and not 0 <= index[k] < extent:
             return k
@@ -291,8 +326,13 @@ def outside(index, extent, mask):
 
 
 @part_of_a_loop
-def owned(kind, start, stop, block, several, writers, readers, atomics):
-    """Record that a thread block accesses the elements from `start` to `stop`; return if it may."""
+def may_access(kind, start, stop, block, several, writers, readers, atomics):
+    """Record an access of a thread block to elements; return False if there is a conflict.
+
+    The elements are from `start` to `stop`. A conflict is an access of another thread block, if one
+    of the two writes and not both are atomic. `writers`, `readers` and `atomics` are the arrays of
+    `Owners`. `several` says whether several thread blocks run at the same time.
+    """
     for p in range(start, stop):
         if writers[p] != 0 and writers[p] != block:
             return False
@@ -311,7 +351,11 @@ def owned(kind, start, stop, block, several, writers, readers, atomics):
 
 @part_of_a_loop
 def _raced(kind, start, stop, me, t, w, stamps, seen, base):
-    """Record that a thread accesses elements; return if it may race with a thread of its block."""
+    """Record a thread's access to elements; return whether it may race with another thread.
+
+    The elements are from `start` to `stop`, and the other thread is of the same thread block. `me`
+    is the stamp of the access, `t` the thread's number, and `w` its warp's row of `seen`.
+    """
     for p in range(start, stop):
         for other in range(4):
             last = stamps[other, p]
@@ -319,7 +363,8 @@ def _raced(kind, start, stop, me, t, w, stamps, seen, base):
                 return True
         last, stamps[kind, p] = stamps[kind, p], me
         if kind == LOAD:
-            # Of the last readers alone: threads of one warp, since it has met.
+            # If other threads of the warp have read the element since the warp last synchronised,
+            # the stamp stands for several threads of the warp.
             warp = me - t + SEVERAL + (t >> 5)
             one = me - t <= last < warp and last != me and (last & NOBODY) >> 5 == t >> 5
             if one or last == warp:
@@ -329,21 +374,24 @@ def _raced(kind, start, stop, me, t, w, stamps, seen, base):
 
 @compiled
 def global_access(
-    kind, e, width, valid, itemsize, address, beside, mask, tids, first, several, writers, readers,
+    kind, e, width, valid, itemsize, address, pieces, mask, tids, first, several, writers, readers,
     atomics, stamps, starts, seen, base, stats, scratch,
 ):  # fmt: skip
-    """Count the sectors of an access to global memory, and record which thread block makes it.
+    """Count the sectors of an access to global memory, and check and record the access.
 
-    Every lane touches `valid` elements from `e` on. The access has `width` elements, which is the
-    most. A sector is counted once for each different value of `beside`. Thread blocks are numbered
-    from `first` on. If `several` run at once, their atomic additions are made later.
+    Every lane accesses `valid` elements from `e` on; `width` is the greatest number. `address` is
+    the address of the array's first byte. A sector is counted once for each different value of
+    `pieces`; see `GlobalArray.source`. Thread blocks are numbered from `first` on. If `several` run
+    at the same time, their atomic additions are made later.
 
-    Returns the first lane that touches an element which another thread block has touched, if one of
-    them writes and not both are atomic; or an element to which an addition is still to be made.
-    Otherwise it returns -2 minus the first lane that may race with another thread of its thread
-    block. Otherwise -1.
+    Returns
+    -------
+    int
+        -1 if there is no conflict. A lane if its access conflicts with another thread block, or is
+        to an element to which an addition is still to be made. -2 minus a lane if its access may
+        race with another thread of the same thread block.
     """
-    sectors = scratch.reshape(-1)  # at most 4 a lane
+    sectors = scratch.reshape(-1)  # at most 4 sectors per lane
     k, count = 0, e.size
     while k < count:
         warp = tids[k] >> 5
@@ -354,12 +402,12 @@ def global_access(
                 byte = address + e[k] * itemsize
                 sector, last = byte >> 5, (byte + valid[k] * itemsize - 1) >> 5
                 while sector <= last:
-                    piece = (sector << 16) + beside[k]
+                    key = (sector << 16) + pieces[k]
                     n = found
-                    while n > 0 and sectors[n - 1] != piece:
+                    while n > 0 and sectors[n - 1] != key:
                         n -= 1
                     if n == 0:
-                        sectors[found] = piece
+                        sectors[found] = key
                         found += 1
                     sector += 1
             k += 1
@@ -369,7 +417,9 @@ def global_access(
     if writers.size:
         for k in range(count):
             block, stop = first + (tids[k] >> SHIFT), e[k] + valid[k]
-            if mask[k] and not owned(kind, e[k], stop, block, several, writers, readers, atomics):
+            if mask[k] and not may_access(
+                kind, e[k], stop, block, several, writers, readers, atomics
+            ):
                 return k
     if stamps.size:
         for k in range(count):
@@ -383,16 +433,17 @@ def global_access(
 
 @compiled
 def add_in_turn(memory, at, values):
-    """Compute memory[at] += values, one after the other, each sum in double precision."""
+    """Compute memory[at] += values, one addition after the other, each in double precision."""
     for k in range(at.size):
         memory[at[k]] = np.float64(memory[at[k]]) + values[k]
 
 
 @compiled
 def multiply_adds(sums, elements, left, right, factors):
-    """Compute sums[element] += factors[left] * factors[right], one after the other.
+    """Compute sums[elements] += factors[left] * factors[right], one after the other, by lane.
 
-    Products and sums are in double precision. Each sum is then rounded to single precision.
+    `sums` and `factors` have one row per array of lanes. Products and sums are computed in double
+    precision. Each sum is then rounded to single precision.
     """
     for n in range(elements.size):
         total, a, b = sums[elements[n]], factors[left[n]], factors[right[n]]

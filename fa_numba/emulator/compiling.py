@@ -1,8 +1,9 @@
-"""Compiles loops for the CPU, and caches the result on disk if possible.
+"""Compiles loops for the CPU, and caches the machine code on disk if possible.
 
 Numba's cache is next to the module, or in the user's cache directory. The environment variable
-``FA_NUMBA_CACHE`` names another directory. If the variable is empty, nothing is cached. A damaged
-file of the cache counts as missing: the loop is compiled again, and the file is replaced.
+``FA_NUMBA_CACHE`` names another directory. If the variable is set to an empty string, nothing is
+cached. A damaged file of the cache counts as missing: the loop is compiled again, and the file is
+replaced.
 """
 
 from __future__ import annotations
@@ -22,15 +23,16 @@ VARIABLE = "FA_NUMBA_CACHE"
 
 
 class _Files(IndexDataCacheFile):
-    """Numba's index and data files, with a digest in front of the machine code.
+    """Numba's index files and data files, with a digest before the machine code.
 
-    LLVM can end the process if it loads damaged machine code, so damage is found before.
+    If LLVM loads damaged machine code, it can end the process. The digest shows the damage before
+    that.
     """
 
     def _load_index(self) -> dict:
         try:
             return dict(super()._load_index())
-        except Exception:  # what unpickling raises depends on the bytes
+        except Exception:  # unpickling damaged bytes can raise any exception
             return {}
 
     def _load_data(self, name: str) -> Any:
@@ -50,11 +52,12 @@ _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 def _digest(data: bytes) -> bytes:
+    """Return the SHA-256 digest of some bytes."""
     return hashlib.sha256(data).digest()
 
 
 class _Cache(FunctionCache):
-    """Numba's cache, for which damage, a full disk or a missing folder is not an error."""
+    """Numba's cache, but without errors for damaged files, a full disk or a missing folder."""
 
     def __init__(self, function: Callable) -> None:
         super().__init__(function)
@@ -62,7 +65,7 @@ class _Cache(FunctionCache):
         self._cache_file = _Files(where, self._impl.filename_base, stamp)
 
     def load_overload(self, signature: Any, target: Any) -> Any:
-        with contextlib.suppress(Exception):  # such as a class that another version of Numba had
+        with contextlib.suppress(Exception):  # for example a class of another version of Numba
             return super().load_overload(signature, target)
         return None
 
@@ -72,7 +75,10 @@ class _Cache(FunctionCache):
 
 
 def compiled(**options: Any) -> Callable[[Callable], Any]:
-    """Return ``numba.njit(cache=True, **options)``, which also works if nothing can be cached."""
+    """Return the decorator ``numba.njit(cache=True, **options)``.
+
+    Unlike `njit`, the decorator also works if nothing can be cached.
+    """
 
     def decorate(function: Callable) -> Any:
         dispatcher = njit(**options)(function)
@@ -84,7 +90,7 @@ def compiled(**options: Any) -> Callable[[Callable], Any]:
         try:
             if chosen != "":
                 dispatcher._cache = _Cache(function)
-        except RuntimeError:  # no place that can be written
+        except RuntimeError:  # no folder that can be written
             pass
         finally:
             config.CACHE_DIR, config.CACHE_LOCATOR_CLASSES = before

@@ -1,6 +1,7 @@
-"""A running launch as kernels and intrinsics see it: lanes, arrays, counts, asynchronous copies.
+"""The state of a running launch: lanes, arrays, counts, asynchronous copies.
 
-Waiting for other threads is in waiting.py. Which lanes take part is in flow.py.
+The emulations of intrinsics call the methods of this module. waiting.py adds barriers. flow.py
+contains the masks that say which lanes take part.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from .source_lines import assigned_name, source_line
 from .trace import Trace
 
 UNBOUNDED = 1 << 62
-# Blocks that run at once may not make more: one of them may wait for another to come after it.
+# Most accesses of thread blocks that run at the same time. Beyond it they begin again one by one,
+# because one of them may be in a loop that waits for another thread block.
 MOST_ACCESSES = 1 << 17
 ACCESSES_PER_TICK = 64
 
@@ -37,8 +39,8 @@ ACCESSES_PER_TICK = 64
 class Context(Active):
     """The state of a running launch.
 
-    Kernels do not call these methods. The emulator calls them, and so do the functions that emulate
-    intrinsics. The functions that emulate intrinsics get the running launch from `current`.
+    The emulator and the functions that emulate intrinsics call the methods of this class. Kernels
+    do not. The functions that emulate intrinsics get the running launch from `current`.
 
     Parameters
     ----------
@@ -94,8 +96,7 @@ class Context(Active):
         self.block: Index3 = (0, 0, 0)
         self.block_number = 1
         self.clock = 0
-        # By block: the stamp of its last barrier. By warp, PITCH // WARP a block: of its present,
-        # and of what happened before it in each warp of its block.
+        # See `new_clocks`. `base`, `starts` and `seen` are the rows of the running thread blocks.
         self._clocks = self.new_clocks()
         self.base, self.starts, self.seen = self._clocks
         self.journal: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
@@ -108,27 +109,33 @@ class Context(Active):
         self._dynamics: dict[Any, SharedArray] = {}
         self._pool: dict[Any, SharedBuffer] = {}
         self._tiles: list[tuple[int, int, np.dtype, str]] = []
-        self._rows = np.zeros((64, 4), np.int64)  # statistics, see checks.py
+        self._rows = np.zeros((64, 4), np.int64)  # rows of statistics, see checks.py
         self._row_of: dict[tuple[str, str, str, Site], int] = {}
         self._numbered: dict[Site, int] = {}
         self._instructions: dict[str, int] = {}
         self._warps_active: tuple[Any, int] = (self, 0)
         self._accesses_left = UNBOUNDED
         self.races = "raise"
-        self.reports: dict[Any, EmulatorError] = {}  # by what makes two of them alike
+        self.reports: dict[Any, EmulatorError] = {}  # by class, array and line
         self.progress = Progress(kernel, prod(grid), None)
         self._until_tick = ACCESSES_PER_TICK
-        self.discards = False
+        self.discards = False  # whether the kernel ignores the result of the current call
         self.constants: dict[int, GlobalArray] = {}
 
     def new_clocks(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the arrays for the clocks of the thread blocks that run at once.
+        """Return the arrays for the clocks of the thread blocks that run at the same time.
+
+        Each thread block has 32 rows in `starts` and `seen`, even if it has fewer warps.
 
         Returns
         -------
-        tuple of ndarray
-            By thread block, the stamp of the last barrier. By warp, the stamp of the present. By
-            warp, what happened before its present in each warp of the thread block.
+        base : ndarray of int, shape (thread blocks,)
+            Stamp of the last barrier of each thread block.
+        starts : ndarray of int, shape (32 * thread blocks,)
+            Stamp of the last synchronisation of each warp, the beginning of its present.
+        seen : ndarray of int, shape (32 * thread blocks, warps)
+            A stamp for each warp (row) and each warp of its thread block (column). Accesses of the
+            column's warp below this stamp happened before the present of the row's warp.
         """
         warps = self.at_once * PITCH // WARP
         return (
@@ -308,13 +315,13 @@ class Context(Active):
         EmulatorError
             An `OutOfBounds`.
         """
-        place = ", ".join(map(str, self.of_lane(index, lane, whole=True)))
+        place = ", ".join(map(str, self.of_lane(index, lane, as_tuple=True)))
         extent = " x ".join(map(str, shape))
         text = (
             f"{name}[{place}] is outside the array of {extent} elements. Check the index against "
             "the array's shape before the access"
         )
-        if any(i < 0 for i in self.of_lane(index, lane, whole=True) if isinstance(i, int)):
+        if any(i < 0 for i in self.of_lane(index, lane, as_tuple=True) if isinstance(i, int)):
             text += (
                 ". (Numba would count an index from -n to -1 from the end of the n elements)"
                 if not self.wraparound
@@ -340,7 +347,7 @@ class Context(Active):
         self.reports.setdefault((type(error), error.array, error.line), error)
 
     def tick(self) -> None:
-        """Let the progress bar and the time limit look at the clock, at every 64th call.
+        """At every 65th call, draw the progress bar and check the time limit.
 
         Raises
         ------
@@ -355,14 +362,16 @@ class Context(Active):
                 raise self.fault(TimeLimit, late)
 
     def unused(self, function: Any, *args: Any) -> None:
-        """Call a function of ``cuda.atomic`` whose result the kernel does not use.
+        """Call a function of ``cuda.atomic`` for a kernel that does not use the result.
+
+        The function then need not compute the old values.
 
         Parameters
         ----------
         function : callable
             The function.
         *args : object
-            Its arguments.
+            The arguments of the function.
         """
         self.discards = True
         try:
@@ -388,7 +397,7 @@ class Context(Active):
             The array.
         """
         if isinstance(values, GlobalArray):
-            if values in self.constants.values():  # as global variables of the kernel are
+            if values in self.constants.values():  # a global variable of the kernel
                 return values
             text = (
                 "cuda.const.array_like needs a NumPy array that is a global variable, got the "
@@ -698,7 +707,7 @@ class Context(Active):
     # ---- counts
 
     def statistics(self, array: str, space: str, kind: str) -> np.ndarray:
-        """Return the counts of one kind of access by the current source line.
+        """Return the counts of one kind of access by the current instruction of the kernel.
 
         The caller adds new accesses to the returned array in place.
 
@@ -715,6 +724,13 @@ class Context(Active):
         -------
         ndarray of int, shape (4,)
             Requests, sectors, wavefronts and conflicts.
+
+        Raises
+        ------
+        OneByOne
+            If thread blocks that run at the same time have made too many accesses.
+        TimeLimit
+            If the launch has run for longer than its `time_limit`.
         """
         self._accesses_left -= 1
         if self._accesses_left < 0:
@@ -758,12 +774,12 @@ class Context(Active):
         self._instructions[kind] = self._instructions.get(kind, 0) + times * self._warps_active[1]
 
     def access_of(self, key: tuple[str, str, str, Site]) -> Access:
-        """Return the `Access` of a row of counts.
+        """Return the `Access` that describes a row of statistics.
 
         Parameters
         ----------
         key : tuple
-            Array, space, kind and instruction.
+            Array, space, kind and instruction of the row.
 
         Returns
         -------
@@ -778,10 +794,10 @@ class Context(Active):
     def async_copy(
         self, dst: SharedArray, e: Any, src: GlobalArray, index: tuple[Any, ...], n: int, valid: Any
     ) -> None:
-        """Start an asynchronous copy from global to shared memory (cp.async) of every lane.
+        """Start an asynchronous copy from global to shared memory (cp.async) in every lane.
 
-        The copy reads `src`. The values are in `dst` when the lane has waited for the copy's group.
-        Each lane counts `valid` loads.
+        This holds for the lanes that take part. The values are in `dst` when the lane has waited
+        for the group of the copy. Each lane counts `valid` loads of `src`.
 
         Parameters
         ----------
@@ -820,9 +836,9 @@ class Context(Active):
         self.instruction("copy")
 
     def async_commit(self) -> None:
-        """Close each lane's group of asynchronous copies, which may be empty.
+        """Close the current group of asynchronous copies of each lane that takes part.
 
-        This is the instruction cp.async.commit_group.
+        The group may be empty. This is the instruction cp.async.commit_group.
         """
         self.group.committed = self.group.committed + self.active()
 
@@ -855,7 +871,7 @@ class Context(Active):
 
 
 class Running(threading.local):
-    """The launches that run in this Python thread, the innermost last."""
+    """The launches that run in the current Python thread; the innermost launch is the last."""
 
     def __init__(self) -> None:
         self.contexts: list[Any] = []

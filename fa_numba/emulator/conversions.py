@@ -1,4 +1,4 @@
-"""Conversions of numbers by casts and by stores, for one number or an array over lanes."""
+"""Conversions of values by casts and by stores, for one number or an array over the lanes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from .lanes import FLOATS, to_bool
 
 
 def wrapped(bits: int, signed: bool) -> Callable[[Any], Any]:
-    """Return the cast to an integer type.
+    """Return the function that casts to an integer type of `bits` bits.
 
-    An integer wraps around modulo 2**bits. With 32 bits or fewer, a float becomes the nearest
-    integer towards 0 in the type's range, and NaN becomes 0.
+    An integer wraps around modulo 2**bits. With 32 bits or fewer, a float is rounded towards 0 and
+    limited to the range of the type, and NaN becomes 0.
     """
     mask, half = (1 << bits) - 1, 1 << (bits - 1)
     low, high = (-half, half - 1) if signed else (0, mask)
@@ -27,11 +27,11 @@ def wrapped(bits: int, signed: bool) -> Callable[[Any], Any]:
         if values.dtype != np.int64:
             if values.dtype == np.uint64 and bits == 64 and not signed:
                 return values
-            values = values.astype(np.int64)  # a uint64 wraps, as it will below
+            values = values.astype(np.int64)  # a uint64 wraps around, which changes no result
         if bits == 64:
             return values if signed else values.astype(np.uint64)
         if signed:
-            return values.astype(narrow).astype(np.int64)  # the first wraps
+            return values.astype(narrow).astype(np.int64)  # the cast to `narrow` wraps around
         return values & mask
 
     def cast(value: Any) -> Any:
@@ -49,7 +49,7 @@ def wrapped(bits: int, signed: bool) -> Callable[[Any], Any]:
 
 
 def rounding(to: type[np.inexact]) -> Callable[[Any], Any]:
-    """Return the cast to a float type, or to a complex type."""
+    """Return the function that casts to the float or complex type `to`."""
 
     def cast(value: Any) -> Any:
         if value.__class__ is np.ndarray:
@@ -60,9 +60,9 @@ def rounding(to: type[np.inexact]) -> Callable[[Any], Any]:
 
 
 def converter(dtype: np.dtype) -> Callable[[Any], Any]:
-    """Return the conversion that a store to an array of `dtype` makes.
+    """Return the function that converts a value before a store to an array of `dtype`.
 
-    Raise TypeError if there is none.
+    Raise TypeError if arrays of this dtype are not supported.
     """
     if dtype.kind in "iu":
         return wrapped(dtype.itemsize * 8, dtype.kind == "i")

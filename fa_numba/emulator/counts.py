@@ -1,4 +1,4 @@
-"""What a launch did to memory: loads and stores by array, and what a GPU's profiler would count."""
+"""Counts of a launch: accesses by array, and the memory traffic that a GPU's profiler counts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ class Access:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What accesses cost, in the units of Nsight Compute. Two `Traffic` objects can be added.
+    """Requests, sectors, wavefronts and bank conflicts of accesses, as Nsight Compute counts them.
+
+    Two `Traffic` objects can be added.
 
     Parameters
     ----------
@@ -60,7 +62,7 @@ class Traffic:
     different 32-byte piece of shared memory to which the sector is copied.
 
     Two rules were not measured. A box is one request, with the sectors of its rows that are in the
-    array. What boxes and products of warpgroups do in shared memory is not counted as wavefronts.
+    array. Accesses to shared memory by boxes and by products of warpgroups have no wavefronts.
 
     Examples
     --------
@@ -97,7 +99,7 @@ class Counts:
     load_bytes, store_bytes : Counter of str to int
         Bytes of global memory loaded and stored, by the name of the kernel's parameter.
     traffic : dict of Access to Traffic
-        What each line of the kernels costs in global memory and in shared memory.
+        Traffic of each line of the kernels in global memory and in shared memory.
     instructions : Counter of str to int
         Instructions of warps, by class: "load", "store", "atomic", "copy", "mma", "fma"
         (multiply-adds to an element of an array), "exp", "shuffle", "barrier" (mbarriers too),
@@ -182,14 +184,14 @@ class Counts:
         return found
 
     def _rows(self) -> list[tuple[str, ...]]:
-        """Return the cells of the table of loads and stores, in elements and bytes, by array."""
+        """Return the table of loads and stores as rows of cells: a header, the arrays, the sums."""
         found = (self.loads, self.stores, self.load_bytes, self.store_bytes)
         rows: list[tuple[str, ...]] = [("array", "loads", "stores", "bytes loaded", "bytes stored")]
         rows += [(n, *(f"{each[n]:,}" for each in found)) for n in sorted(set().union(*found))]
         return [*rows, ("all", *(f"{each.total():,}" for each in found))]
 
     def __str__(self) -> str:
-        """Return a table of loads and stores in elements and bytes, by array and in all."""
+        """Return the table of loads and stores as text, in elements and bytes."""
         return "\n".join(columns(self._rows()))
 
     def __repr__(self) -> str:
@@ -201,7 +203,7 @@ class Counts:
         )
 
     def _repr_html_(self) -> str:
-        """Return the table for a notebook."""
+        """Return the table of loads and stores as HTML, for a notebook."""
         return html_table(self._rows())
 
     def __add__(self, other: Counts) -> Counts:
@@ -267,6 +269,7 @@ def html_table(rows: Sequence[tuple[str, ...]]) -> str:
     """
 
     def line(cells: Sequence[str], kind: str) -> str:
+        """Return a row of the table. `kind` is the tag of all cells but the first: "th" or "td"."""
         name, *others = (html.escape(cell) for cell in cells)
         row = "".join(f"<{kind}>{cell}</{kind}>" for cell in others)
         return f"<tr><th>{name}</th>{row}</tr>"

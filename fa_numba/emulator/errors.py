@@ -8,16 +8,16 @@ import numpy as np
 
 Index3 = tuple[int, int, int]
 
-UNNAMED = "local array"  # the name of a local array that no variable names
+UNNAMED = "local array"  # name in messages if no variable of the kernel names the array
 
-# The end of a report on two accesses of one block, and what mends it.
+# End of the messages about two accesses within one thread block, with the remedy.
 NO_BARRIER = (
     "with no barrier between. Add a barrier between the two accesses, such as syncthreads()"
 )
 
 
 def never_written(element: str) -> str:
-    """Return the text of the error for the read of an element that holds no value."""
+    """Return the message for the read of an element that was never written."""
     return (
         f"{element} is read, but was never written. Write the element first; if another thread "
         "writes it, put a barrier between the write and the read"
@@ -25,12 +25,12 @@ def never_written(element: str) -> str:
 
 
 def two_arrays(one: Any, other: Any) -> str:
-    """Return the text of the error for a variable that holds different arrays in different lanes.
+    """Return the message for a variable that has different arrays in different lanes.
 
     Parameters
     ----------
     one, other : object
-        What the variable holds in some lanes, and in the other lanes.
+        Value of the variable in some lanes, and in the other lanes.
     """
     held, too = _named(one), _named(other)
     both = f"{held} in some lanes and {too} in other lanes"
@@ -43,6 +43,7 @@ def two_arrays(one: Any, other: Any) -> str:
 
 
 def _named(value: Any) -> str:
+    """Return the name of an array for `two_arrays`, such as "array 'sK'"."""
     name = getattr(getattr(value, "array", value), "name", None)
     if name is None:
         return "another value"
@@ -52,7 +53,7 @@ def _named(value: Any) -> str:
 
 
 def not_a_number(name: str, value: Any) -> ValueError:
-    """Return the error for a store of an array of values to one element, for the caller to raise.
+    """Return the error for a store of several values to one element, for the caller to raise.
 
     Parameters
     ----------
@@ -76,7 +77,11 @@ def not_a_number(name: str, value: Any) -> ValueError:
 
 
 class Unconverted:
-    """An array of a kernel, which NumPy must not convert to an `ndarray`: that would read it."""
+    """Base class of a kernel's arrays: NumPy must not convert them to an `ndarray`.
+
+    Such a conversion would read the array without counting the accesses. It raises TypeError
+    instead.
+    """
 
     __slots__ = ()
     name: Any
@@ -88,7 +93,10 @@ class Unconverted:
 def framed(
     text: str, block: Index3 | None, thread: Index3 | None, array: str | None, line: str | None
 ) -> str:
-    """Return a message with two more lines: block, thread and array, and the source line."""
+    """Return a message with two more lines: thread block, thread and array; source line.
+
+    Facts that are None are left out.
+    """
     known = {"block": block, "thread": thread, "array": None if array == UNNAMED else array}
     where = ", ".join(f"{name} {value}" for name, value in known.items() if value is not None)
     text = f"{text}\n  in {where}" if where else text
@@ -143,7 +151,7 @@ class GlobalHazard(EmulatorError):
 class RegisterHazard(EmulatorError):
     """An access to a register that a warpgroup's product still reads or writes.
 
-    The thread has to wait for the product first.
+    The thread must call `wait_products` first.
     """
 
 
@@ -151,7 +159,7 @@ class MissingFence(EmulatorError):
     """A bulk copy or a matrix product accesses elements that a thread wrote, without a fence.
 
     The copy engine and the tensor cores access memory by another path (proxy) than threads. A fence
-    is needed between the write of the thread and their access.
+    is needed between the write by a thread and the access by the copy engine or the tensor cores.
     """
 
 
@@ -167,16 +175,18 @@ class UninitialisedRead(EmulatorError):
 class BarrierDivergence(EmulatorError):
     """A barrier or a warp collective that only some of its threads reach.
 
-    The barrier or the collective waits for all of its threads.
+    All of these threads must reach the barrier or the collective.
     """
 
 
 class BarrierMisuse(EmulatorError):
     """A wrong use of a named barrier or an mbarrier.
 
-    One example is a wrong number of the barrier or of its threads. Another example is a thread that
-    arrives at a barrier whose earlier use may not have ended. A third example is a slot of a
-    pipeline that is not released before the thread block ends.
+    Examples:
+
+    - the number of a barrier, or of its threads, is not allowed;
+    - a thread arrives at a barrier although its earlier use may not have ended;
+    - a slot of a pipeline is not released before the thread block ends.
     """
 
 
@@ -208,8 +218,8 @@ class ReadOnlyStore(EmulatorError):
 
 
 class TimeLimit(EmulatorError):
-    """A launch that has run for longer than its `time_limit`. The arrays are partly written."""
+    """A launch that has run for longer than its `time_limit`. Its results are incomplete."""
 
 
 class NotEmulated(EmulatorError):
-    """A function or value of ``numba.cuda`` that the emulator does not have."""
+    """A function or value of ``numba.cuda`` that the emulator does not support."""

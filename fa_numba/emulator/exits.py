@@ -19,21 +19,31 @@ if TYPE_CHECKING:
 
 
 class Leaving(BaseException):
-    """Raised if lanes disagree on a return, break or continue: their function is rewritten."""
+    """Raised if lanes disagree on a return, break or continue. The function is then rewritten.
+
+    `code` is the code object of the function, as it was rewritten before.
+    """
 
     def __init__(self, code: CodeType) -> None:
-        self.code = code  # of the rewritten function
+        self.code = code
 
 
 @dataclass(slots=True)
 class _Loop:
-    mask: Mask = None  # lanes of the current turn
-    broken: np.ndarray | None = None
-    continued: np.ndarray | None = None
+    """The lanes of one running loop that have left it, or have left its current turn."""
+
+    mask: Mask = None  # lanes that began the current turn
+    broken: np.ndarray | None = None  # lanes that have left the loop by `break`
+    continued: np.ndarray | None = None  # lanes that have left the current turn by `continue`
 
 
 class Exits:
-    """The lanes that have left one call of a function, or a loop of it."""
+    """The lanes that have left one call of a function, or one of its loops.
+
+    `entry` is the mask at the call. `gone` are all lanes that have left. `result` is the value of
+    the function in the lanes that have returned. `loops` are the loops that run, the innermost
+    last.
+    """
 
     __slots__ = ("context", "entry", "gone", "result", "loops", "_checked", "_every")
 
@@ -42,33 +52,33 @@ class Exits:
         self.gone: np.ndarray | None = None
         self.result: Any = undefined
         self.loops: list[_Loop] = []
-        self._checked: Mask = None  # the last mask that `everyone` looked at, and what it found
+        self._checked: Mask = None  # the last mask for which `everyone` computed `_every`
         self._every = True
 
     def _leave(self) -> np.ndarray:
-        """Mask out the lanes that take part, and return them."""
+        """Mask out the lanes that take part, and return them as one bool per lane."""
         lanes = self.context.active()
         self.gone = _union(self.gone, lanes)
         self.context.mask = np.zeros_like(lanes)
         return lanes
 
     def returns(self, value: Any = None) -> None:
-        """Return from the function, in the lanes that take part."""
+        """Return from the function with `value` in the lanes that take part."""
         lanes = self._leave()
         self.result = value if self.result is undefined else merge(lanes, self.result, value)
 
     def breaks(self) -> None:
-        """Leave the innermost loop, in the lanes that take part."""
+        """Leave the innermost loop in the lanes that take part."""
         loop = self.loops[-1]
         loop.broken = _union(loop.broken, self._leave())
 
     def continues(self) -> None:
-        """Leave this turn of the innermost loop, in the lanes that take part."""
+        """Leave the current turn of the innermost loop in the lanes that take part."""
         loop = self.loops[-1]
         loop.continued = _union(loop.continued, self._leave())
 
     def settle(self, mask: Mask) -> bool:
-        """Go on with the lanes of a mask that have not left; return whether there are any."""
+        """Continue with the lanes of a mask that have not left; return whether there are any."""
         if self.gone is None:
             self.context.mask = mask
             return True
@@ -77,7 +87,7 @@ class Exits:
         return bool(here.any())
 
     def everyone(self) -> bool:
-        """Return whether all lanes take part that have not returned from the function."""
+        """Return whether every lane that called the function and has not returned takes part."""
         mask = self.context.mask
         if mask is self.entry or self.gone is None or mask is None:
             return mask is self.entry
@@ -89,7 +99,7 @@ class Exits:
         return self._every
 
     def returned(self) -> np.ndarray | None:
-        """Return the lanes that have returned from the function. None: no lane has."""
+        """Return the lanes that have returned from the function; None if no lane has returned."""
         lanes = self.gone
         for loop in self.loops:
             for left in (loop.broken, loop.continued):
@@ -97,32 +107,36 @@ class Exits:
         return lanes
 
     def loop(self) -> None:
-        """Begin a loop."""
+        """Begin a loop: `breaks` and `continues` then refer to it."""
         self.loops.append(_Loop())
 
     def enter(self) -> None:
-        """Begin a turn of the innermost loop."""
+        """Begin a turn of the innermost loop with the lanes that take part."""
         self.loops[-1].mask = self.context.mask
 
     def again(self) -> bool:
-        """End a turn of the innermost loop; return whether a lane is left for the next turn."""
+        """End a turn of the innermost loop; return whether any lane takes the next turn."""
         loop = self.loops[-1]
         self._back(loop.continued)
         loop.continued = None
         return self.settle(loop.mask)
 
     def ended(self, mask: Mask) -> None:
-        """Go on after the innermost loop, which the lanes of the mask entered."""
+        """Continue after the innermost loop with the lanes of `mask` that have not returned.
+
+        `mask` are the lanes that entered the loop.
+        """
         self._back(self.loops.pop().broken)
         self.settle(mask)
 
     def _back(self, lanes: np.ndarray | None) -> None:
+        """Let lanes that have left take part again."""
         if lanes is not None and self.gone is not None:
             left = self.gone & ~lanes
             self.gone = left if left.any() else None
 
     def done(self) -> Any:
-        """Return the function's result, for all lanes that called it."""
+        """End the call of the function, and return its result for all lanes that called it."""
         self.context.mask = self.entry
         return None if self.result is undefined else self.result
 

@@ -1,4 +1,7 @@
-"""Rewrites the expressions of a kernel so that one evaluation computes all lanes."""
+"""Rewrites the expressions of a kernel so that one evaluation computes all lanes.
+
+`rewrite.py` rewrites the statements.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +23,11 @@ from .syntax import (
 
 
 class Expressions(ast.NodeTransformer):
-    """The visitor that rewrites expressions; `rewrite.py` has the one for statements."""
+    """The visitor that rewrites expressions. The visitor of `rewrite.py` is a subclass of it."""
 
     def __init__(self, function: ast.FunctionDef) -> None:
         self.count = 0
-        self.doubles: dict[str, ast.Constant] = {}  # what stands for a float of no type
+        self.doubles: dict[str, ast.Constant] = {}  # float literals, by the name that replaces them
         self.truths: set[str] = set()  # variables that may hold truth values
         for each in ast.walk(function):
             if isinstance(each, ast.Assign) and self.may_be_truth(each.value):
@@ -36,7 +39,7 @@ class Expressions(ast.NodeTransformer):
         return f"{kind}{self.count}"
 
     def operation(self, left: ast.expr, op: ast.operator, right: ast.expr) -> ast.expr:
-        """Return a binary operation, as a call if Python could raise for a divisor of 0."""
+        """Return a binary operation. It is a call if Python could raise for a divisor of 0."""
         name = OPERATORS.get(type(op))
         if not isinstance(op, BITWISE):
             left, right = self.number(left), self.number(right)
@@ -59,7 +62,7 @@ class Expressions(ast.NodeTransformer):
         return self.generic_visit(node)  # type: ignore[return-value]
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.expr:
-        """Mark literal negative indices, which count from the end, as in Python."""
+        """Mark literal negative indices: they count from the end of the axis, as in Python."""
         for each in ast.walk(node.slice):
             if isinstance(each, ast.Tuple):
                 each.elts = [call("from_end", x) if is_negative(x) else x for x in each.elts]
@@ -77,11 +80,11 @@ class Expressions(ast.NodeTransformer):
         return ast.UnaryOp(node.op, self.number(value))
 
     def number(self, value: ast.expr) -> ast.expr:
-        """Return an operand of arithmetic, in which truth values become 0 or 1."""
+        """Return an operand of an arithmetic operation. Truth values in it become 0 or 1."""
         return call("number", value) if self.may_be_truth(value) else value
 
     def may_be_truth(self, value: ast.AST | None) -> bool:
-        """Return whether a value may be a truth value."""
+        """Return whether the value of an expression may be a truth value."""
         if isinstance(value, ast.Name):
             return value.id in self.truths
         if isinstance(value, ast.IfExp):

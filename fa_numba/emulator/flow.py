@@ -1,6 +1,6 @@
-"""Which lanes take part in a statement: masks for branches that lanes take differently.
+"""Masks: which lanes take part in a statement, if lanes take different branches.
 
-The mask of a context is None while all lanes of its group take part. Else it is an array with one
+The mask of a launch is None while all lanes of its group take part. Else it is an array with one
 bool per lane. A rewritten function (rewrite.py) calls the methods of this module.
 """
 
@@ -15,9 +15,10 @@ from .lanes import Mask, array, merge, truth, undefined
 
 
 class Split:
-    """An `if` whose branches are taken by different lanes.
+    """An `if` statement whose branches are taken by different lanes.
 
-    First the lanes with a true condition run.
+    The lanes with a true condition run first. `outer` is the mask before the statement. `others`
+    are the lanes with a false condition.
     """
 
     __slots__ = ("flow", "outer", "others")
@@ -27,34 +28,38 @@ class Split:
         self.others = ~condition if outer is None else outer & ~condition
 
     def turn(self) -> None:
-        """Go on with the lanes whose condition is false, as the body has run."""
+        """After the body of the `if`, continue with the lanes whose condition is false."""
         self.flow.mask = self.others
 
     def join(self) -> None:
-        """Go on with all lanes, as both branches have run."""
+        """After both branches, continue with all lanes that reached the `if`."""
         self.flow.mask = self.outer
 
 
 class Flow:
-    """The part of a context that says which lanes take part in the current statement."""
+    """The part of a launch that says which lanes take part in the current statement."""
 
     __slots__ = ("mask", "_outer")
 
     def __init__(self) -> None:
         self.mask: Mask = None
-        self._outer: list[Mask] = []
+        self._outer: list[Mask] = []  # masks outside of the expressions that are evaluated
 
     def split(self, condition: np.ndarray) -> bool | Split:
-        """Divide the lanes by a condition; return True or False if all lanes agree."""
+        """Divide the lanes by the condition of an `if`; return True or False if all lanes agree.
+
+        If the lanes disagree, return a `Split`, and continue with the lanes whose condition is
+        true.
+        """
         condition, outer = truth(condition), self.mask
         if not self.narrow(condition):
             return False
         return self.mask is outer or Split(self, outer, condition)
 
     def narrow(self, condition: np.ndarray) -> bool:
-        """Keep the lanes whose condition is true.
+        """Continue with the lanes whose condition is true; return whether there are any.
 
-        If there are none, keep all lanes and return False.
+        If there are none, the mask stays the same.
         """
         condition = truth(condition)
         mask = self.mask
@@ -67,12 +72,16 @@ class Flow:
         return True
 
     def range(self, *places: Any) -> Any:
-        """Iterate like Python's range; the ends may differ by lane."""
+        """Iterate like Python's `range`. The three arguments may differ by lane.
+
+        A lane is masked out when its own range has ended.
+        """
         if not any(place.__class__ is array for place in places):
             return range(*places)
         return self._range(*((0, *places, 1) if len(places) == 1 else (*places, 1)[:3]))
 
     def _range(self, start: Any, stop: Any, step: Any) -> Iterator[Any]:
+        """Yield the loop variable as an array over the lanes, while a lane is left."""
         up = step > 0
         while True:
             ahead = np.where(up, start < stop, start > stop)
@@ -81,37 +90,51 @@ class Flow:
             yield start
             start = start + step
 
-    # ---- and, or, a conditional expression, where a side must not run for lanes without use for it
+    # ---- `and`, `or` and conditional expressions with an operand that only some lanes may evaluate
 
     def only(self, condition: np.ndarray) -> bool:
-        """Go on with the lanes whose condition is true; return whether there are any."""
+        """Continue with the lanes whose condition is true; return whether there are any.
+
+        The mask before the call is kept for the end of the expression.
+        """
         self._outer.append(self.mask)
         return self.narrow(condition)
 
     def unless(self, condition: np.ndarray) -> bool:
-        """Go on with the lanes whose condition is false; return whether there are any."""
+        """Continue with the lanes whose condition is false; return whether there are any.
+
+        The mask before the call is kept for the end of the expression.
+        """
         return self.only(~truth(condition))
 
     def others(self, condition: np.ndarray) -> bool:
-        """Go on with the lanes whose condition is false, after `only`."""
+        """After `only`, continue with the lanes whose condition is false.
+
+        Return whether there are any.
+        """
         self.mask = self._outer.pop()
         return self.only(~truth(condition))
 
     def then(self, joined: Callable[..., Any], condition: np.ndarray, value: Any) -> Any:
-        """Go on with all lanes.
+        """Continue with all lanes again, after the second operand of `and` or `or`.
 
-        Return the condition and the other operand, combined by `joined`.
+        `joined` is `lanes.both` or `lanes.any_`. Return its result for the condition and the second
+        operand.
         """
         self.mask = self._outer.pop()
         return joined(condition, value)
 
     def then_none(self, condition: np.ndarray) -> Any:
-        """Go on with all lanes, as no lane needed the other operand; return the condition."""
+        """Continue with all lanes, and return the condition: no lane needed the other operand."""
         self.mask = self._outer.pop()
         return condition
 
     def chosen(self, condition: np.ndarray, one: Any, other: Any) -> Any:
-        """Return the value of a conditional expression, for all lanes again."""
+        """Continue with all lanes again, and return the value of a conditional expression.
+
+        `one` is the value where the condition is true, `other` the value where it is false. A value
+        is `undefined` if no lane needed it.
+        """
         self.mask = self._outer.pop()
         if one is undefined or other is undefined:
             return other if one is undefined else one

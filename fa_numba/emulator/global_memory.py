@@ -1,4 +1,4 @@
-"""Global memory: the caller's NumPy arrays, with every access checked and counted."""
+"""Global memory: the caller's NumPy arrays. Every access is checked and counted."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .trace import KINDS
 if TYPE_CHECKING:
     from .context import Context
 
-DOES = ("reads", "overwrites", "atomically updates")
+DOES = ("reads", "overwrites", "atomically updates")  # by kind of access, for messages
 BOX_ON_ITS_WAY = (
     "to which a TMA copy is still storing. The thread that started the copy must call wait_boxes() "
     "first. wait_boxes_read() is not enough: it waits only until shared memory has been read"
@@ -38,19 +38,20 @@ BOX_ON_ITS_WAY = (
 
 
 class Owners:
-    """Who last accessed each element of an array.
+    """A record of the last accesses to each element of an array.
 
-    `writers`, `readers` and `atomics` hold the number of the thread block that wrote, read or
-    atomically updated an element: 0 for none, from 1 on, or MANY for several. `stamps` holds, by
-    kind of access, the stamp of the thread that last accessed the element, or that waited for a box
-    stored there. Stamps are explained in shared_memory.py.
+    `writers`, `readers` and `atomics` contain the number of the thread block that wrote, read or
+    atomically updated an element: 0 for none, a number from 1 on, or MANY for several. `stamps`
+    contains one row per kind of access (LOAD, STORE, ATOMIC, BOX): the stamp of the thread that
+    last accessed the element. In the row BOX it is the stamp of the thread that waited for a box
+    stored to the element. Stamps are explained in shared_memory.py.
 
     Parameters
     ----------
     length : int
         Number of elements.
     blocks : int, default 1
-        Thread blocks of the launch. With one, thread blocks are not recorded.
+        Thread blocks of the launch. If 1, the numbers of thread blocks are not recorded.
     writeable : bool, default False
         Whether the array can be written. If not, stamps are not recorded.
     """
@@ -62,7 +63,7 @@ class Owners:
         self.stamps = np.zeros((BOX + 1, length * writeable), np.int64)
 
     def part(self, start: int, stop: int) -> Owners:
-        """Return the owners of a part of the elements, without a copy.
+        """Return the record of some of the elements, without a copy.
 
         Parameters
         ----------
@@ -72,7 +73,7 @@ class Owners:
         Returns
         -------
         Owners
-            The part.
+            The record of these elements.
         """
         part = object.__new__(Owners)
         for name in Owners.__slots__:
@@ -93,8 +94,8 @@ class GlobalArray(Unconverted):
     same memory. A slice ``x[start:stop]`` of the first axis returns a view, too. Views are not
     counted as accesses.
 
-    Kernels do not call these methods. The emulator calls them, and so do the functions that emulate
-    intrinsics.
+    The emulator and the functions that emulate intrinsics call the methods of this class. Kernels
+    do not.
 
     Parameters
     ----------
@@ -146,7 +147,8 @@ class GlobalArray(Unconverted):
             sum((n - 1) * -s for n, s in pairs if s < 0) // itemsize if self.span else 0
         )
         self.address = flat.__array_interface__["data"][0]
-        # Where the array begins in the memory that it is a part of, which a GPU would align.
+        # Bytes from the beginning of the allocation to the array: sectors are counted as if the
+        # allocation began at an aligned address, as on a GPU.
         self.start = self.address - _owner(values).__array_interface__["data"][0]
         self._convert = converter(values.dtype) if values.dtype.kind in "iub" else None
         self._views: dict[tuple[int, ...], GlobalArray] = {}
@@ -156,9 +158,10 @@ class GlobalArray(Unconverted):
 
     @property
     def first_byte(self) -> Any:
-        """Return the distance in bytes of the first element from the beginning of its memory.
+        """Return the distance in bytes from the beginning of the allocation to the first element.
 
-        For a part of a larger NumPy array, the distance is from the beginning of the larger array.
+        If the array is a part of a larger NumPy array, the distance counts from the beginning of
+        the larger array.
         """
         return self.start + self._offset * self.itemsize
 
@@ -273,7 +276,7 @@ class GlobalArray(Unconverted):
             at = places[lanes] + k
             self._keep(at)
             if self._convert is None and np.unique(at).size == at.size:
-                # No two lanes meet: all at once, as one after the other.
+                # All elements differ: adding all at once gives the same values.
                 old[lanes] = was = self._memory[at].astype(np.float64)
                 self._memory[at] = was + each
                 continue
@@ -343,7 +346,7 @@ class GlobalArray(Unconverted):
         ctx.instruction("atomic")
 
     def source(
-        self, index: tuple[Any, ...], n: int, valid: Any, beside: Any = None
+        self, index: tuple[Any, ...], n: int, valid: Any, pieces: Any = None
     ) -> Callable[[np.ndarray], np.ndarray]:
         """Return a function that reads the source of an asynchronous copy.
 
@@ -357,10 +360,11 @@ class GlobalArray(Unconverted):
             Elements of the copy of each lane.
         valid : int or ndarray of int
             Number of elements that are read. The other elements of the copy are zero.
-        beside : ndarray of int, optional
+        pieces : ndarray of int, optional
             For each lane, the number of the 32-byte piece of shared memory to which the lane
-            copies. It is used to count sectors. Copies of 16 bytes bypass L1, and fetch a sector of
-            global memory once for each piece of shared memory that receives a part of it.
+            copies. It is used to count sectors. Copies of 16 bytes bypass L1. They fetch a sector
+            of global memory once for each piece of shared memory that receives a part of the
+            sector.
 
         Returns
         -------
@@ -377,7 +381,7 @@ class GlobalArray(Unconverted):
             return lambda lanes: np.zeros((lanes.size, n), memory.dtype)
         ctx.mask = active
         try:
-            e = self._access(LOAD, self._vector(index, n, valid), n, valid, index, beside)
+            e = self._access(LOAD, self._vector(index, n, valid), n, valid, index, pieces)
         finally:
             ctx.mask = outer
         whole = bool((valid == n).all())
@@ -394,7 +398,12 @@ class GlobalArray(Unconverted):
     # ---- values
 
     def _values(self, places: np.ndarray, e: Any) -> Any:
-        if e.__class__ is not np.ndarray:  # one place for all lanes
+        """Return the values of elements by lane, with the types that a kernel computes with.
+
+        `places` are the elements of the memory by lane. `e` is one number if all lanes have the
+        same element.
+        """
+        if e.__class__ is not np.ndarray:  # one element for all lanes
             return self._memory[e] if self._convert is None else self._memory[e].item()
         found = self._memory[places]
         if self._convert is None:
@@ -402,6 +411,7 @@ class GlobalArray(Unconverted):
         return found if found.dtype in (np.uint64, np.bool_) else found.astype(np.int64)
 
     def _put(self, places: np.ndarray, values: Sequence[Any]) -> None:
+        """Store neighbouring values by lane; `places` are the first elements of the memory."""
         mask = self.ctx.mask
         at = places if mask is None else places[mask]
         for k, value in enumerate(values):
@@ -416,16 +426,23 @@ class GlobalArray(Unconverted):
                 raise not_a_number(self.name, value) from None
 
     def _keep(self, at: np.ndarray) -> None:
-        """Record the values that a store overwrites, as the thread block may begin again."""
+        """Record the old values of elements before a store: the thread block may begin again.
+
+        `at` are elements of the memory. Raise ReadOnlyStore if the array is read-only.
+        """
         if not self._memory.flags.writeable:
             text = f"the kernel stores to {self.name}, which is read-only. Pass a writable array"
             raise self.ctx.fault(ReadOnlyStore, text, self.name, self.ctx.first_lane())
         self.ctx.journal.append((self._memory, at, self._memory[at]))
 
-    # ---- places
+    # ---- positions in memory
 
     def _at(self, index: tuple[Any, ...], whole: bool = True) -> Any:
-        """Return the position in memory of an element, or of the first element of a view."""
+        """Return the position in memory of an element, or of the first element of a view.
+
+        The position is a number, or an array over the lanes. If `whole`, the index must have a
+        number for each axis.
+        """
         e = self._offset
         if len(index) > self.ndim or (whole and len(index) < self.ndim):
             raise TypeError(
@@ -443,9 +460,14 @@ class GlobalArray(Unconverted):
         return e
 
     def _access(
-        self, kind: int, e: Any, n: int, valid: Any, index: tuple[Any, ...], beside: Any = None
+        self, kind: int, e: Any, n: int, valid: Any, index: tuple[Any, ...], pieces: Any = None
     ) -> np.ndarray:
-        """Count and check an access of every lane; return each lane's first position."""
+        """Count and check an access of the lanes that take part; return first positions by lane.
+
+        `kind` is LOAD, STORE or ATOMIC of `checks`. `e` is the first position, `n` the number of
+        elements of the access, and `valid` the number of elements that a lane accesses. `index` is
+        the index in the kernel, for messages. `pieces` is described in `source`.
+        """
         ctx = self.ctx
         group, mask = ctx.group, ctx.mask
         places = e if e.__class__ is np.ndarray else group.full(e)
@@ -464,14 +486,14 @@ class GlobalArray(Unconverted):
             self.tally.loads += elements
         if kind != LOAD:
             self.tally.stores += elements
-        named = KINDS[kind] if beside is None else "copy"
-        if beside is None:
-            beside = group.full(0)
+        named = KINDS[kind] if pieces is None else "copy"
+        if pieces is None:
+            pieces = group.full(0)
         owners, statistics = self.owners, ctx.statistics(self.name, "global", named)
 
         def check(lanes: np.ndarray, statistics: np.ndarray) -> int:
             return checks.global_access(
-                kind, places, n, lengths, self.itemsize, self.start, beside, lanes, group.tids,
+                kind, places, n, lengths, self.itemsize, self.start, pieces, lanes, group.tids,
                 ctx.block_number, ctx.several, *owners.blocks, owners.stamps, ctx.starts, ctx.seen,
                 ctx.base, statistics, checks.SCRATCH,
             )  # fmt: skip
@@ -481,7 +503,7 @@ class GlobalArray(Unconverted):
             if ctx.several:
                 raise OneByOne
             left = active
-            while lane >= 0:  # goes on if races are only reported
+            while lane >= 0:  # `race` returns if races are only reported
                 ctx.race(self._conflict(kind, lane, int(places[lane]), int(lengths[lane]), index))
                 left = left & (np.arange(left.size) != lane)
                 lane = check(left, np.zeros_like(statistics))
@@ -492,7 +514,10 @@ class GlobalArray(Unconverted):
         return places
 
     def _touch(self, kind: int, lane: int, e: int, n: int, index: tuple[Any, ...]) -> None:
-        """Raise if the access races with another thread of the same thread block."""
+        """Raise, or report, a race of an access with another thread of the same thread block.
+
+        The access is of one lane to `n` elements from position `e` on.
+        """
         ctx, stamps, base = self.ctx, self.owners.stamps, self.ctx.base[0]
         for k, p in enumerate(range(e, e + n)):
             for other, did in enumerate(("read", "wrote", "updated", "stored by a TMA copy")):
@@ -512,13 +537,16 @@ class GlobalArray(Unconverted):
 
     def _element(self, index: tuple[Any, ...], lane: int, k: int) -> str:
         """Return the name of the k-th element of a lane's access, such as "Q[0, 3]"."""
-        *place, last = self.ctx.of_lane(index, lane, whole=True)
+        *place, last = self.ctx.of_lane(index, lane, as_tuple=True)
         return f"{self.name}[{', '.join(map(str, (*place, last + k)))}]"
 
     def _conflict(
         self, kind: int, lane: int, e: int, n: int, index: tuple[Any, ...]
     ) -> EmulatorError:
-        """Return the error for an element that another thread block has accessed too."""
+        """Return the error for a conflict with an access of another thread block.
+
+        The access is of one lane to `n` elements from position `e` on.
+        """
         ctx, owners, mine = self.ctx, self.owners, self.ctx.block_number
         for k in range(n):
             pairs = [(owners.writers, "wrote")]
@@ -546,6 +574,11 @@ class GlobalArray(Unconverted):
         raise AssertionError("no block has touched this")
 
     def _vector(self, index: Any, n: int, valid: Any) -> Any:
+        """Return the position of the first of `n` neighbouring elements, after checking the access.
+
+        `valid` is the number of elements that are accessed. Raise OutOfBounds or Misaligned if the
+        access is not allowed.
+        """
         if index.__class__ is not tuple:
             index = (index,)
         e = self._at(index)
@@ -565,7 +598,7 @@ class GlobalArray(Unconverted):
         lane = -1 if n == 1 else ctx.first_lane_where((self.address + e * self.itemsize) % size)
         if lane >= 0:
             text = (
-                f"{self.name}{list(ctx.of_lane(index, lane, whole=True))} is not at a multiple of "
+                f"{self.name}{[*ctx.of_lane(index, lane, as_tuple=True)]} is not at a multiple of "
                 f"{size} bytes, which an access to {n} elements at once needs. Start the access at "
                 f"such an element, or access the elements one by one"
             )
@@ -575,10 +608,12 @@ class GlobalArray(Unconverted):
     # ---- views
 
     def _view(self, index: tuple[Any, ...]) -> GlobalArray:
+        """Return the view that indices of the first axes select."""
         e, rank = self._at(index, whole=False), len(index)
         return self._part(self.shape[rank:], self.strides[rank:], self._steps[rank:], e)
 
     def _slice(self, rows: slice) -> GlobalArray:
+        """Return the view of the rows ``start:stop`` along the first axis."""
         ctx = self.ctx
         start, stop = (to_int(ctx.uniform_in_block(end)) for end in (rows.start, rows.stop))
         sound = (0 <= start) & (start <= stop) & (stop <= self.shape[0])
@@ -590,6 +625,7 @@ class GlobalArray(Unconverted):
     def _part(
         self, shape: tuple[int, ...], strides: tuple[int, ...], steps: tuple[int, ...], offset: Any
     ) -> GlobalArray:
+        """Return a view on the same memory. `steps` are the strides in elements."""
         part = object.__new__(GlobalArray)
         for slot in GlobalArray.__slots__:
             setattr(part, slot, getattr(self, slot))
@@ -661,7 +697,7 @@ def used_strides(shape: Sequence[int], strides: Sequence[int], itemsize: int) ->
 
 
 def without_unused_strides(values: np.ndarray) -> np.ndarray:
-    """Return the same memory as an array with `used_strides`.
+    """Return an array on the same memory whose strides are those of `used_strides`.
 
     Parameters
     ----------
@@ -681,7 +717,7 @@ def without_unused_strides(values: np.ndarray) -> np.ndarray:
 
 
 def _owner(values: np.ndarray) -> np.ndarray:
-    """Return the NumPy array whose memory this array is a part of."""
+    """Return the largest NumPy array of which this array is a part."""
     base = values.base
     while base is not None:
         if isinstance(base, np.ndarray):
@@ -691,7 +727,9 @@ def _owner(values: np.ndarray) -> np.ndarray:
 
 
 def track_owners(arrays: Sequence[GlobalArray], blocks: int) -> None:
-    """Give the arrays of a launch their owners. Arrays that share memory share owners.
+    """Give each array of a launch a record of its last accesses.
+
+    Arrays that share memory share the record of the shared elements.
 
     Parameters
     ----------
@@ -705,6 +743,7 @@ def track_owners(arrays: Sequence[GlobalArray], blocks: int) -> None:
     end = 0
 
     def close() -> None:
+        """Give the arrays of `group`, which share memory, one record."""
         if group:
             first, size = group[0].address, group[0].itemsize
             writeable = any(a._memory.flags.writeable for a in group)

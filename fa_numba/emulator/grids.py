@@ -1,8 +1,9 @@
 """Launches whose thread blocks synchronise with each other: ``cuda.cg.this_grid().sync()``.
 
-All thread blocks of such a launch are running at the same time. Each is a greenlet. A thread block
-runs until it waits for the others or ends. Then the next thread block runs. When all wait, the
-barrier of the grid opens: every earlier access happened before every later access.
+All thread blocks of such a launch are in progress at the same time. Each thread block is a
+greenlet. A thread block runs until it waits for the others or ends. Then the next thread block
+runs. When all wait, the barrier of the grid opens: every earlier access happened before every later
+access.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from .errors import Deadlock
 if TYPE_CHECKING:
     from .run import Launch
 
-# Attributes of a launch that belong to the thread block that runs.
+# Attributes of a launch that belong to the running thread block. They change with the thread block.
 OF_BLOCK = (
     "group", "mask", "_outer", "block", "block_number", "base", "starts", "seen", "_clocks",
     "_statics", "_dynamics", "_tiles", "_pool", "_groups", "_hub", "_ready", "_meetings",
@@ -27,16 +28,17 @@ OF_BLOCK = (
 
 
 class Grid:
-    """The thread blocks of a launch that wait for each other."""
+    """The thread blocks of a launch that synchronises its grid."""
 
     def __init__(self, launch: Launch) -> None:
         self.launch = launch
         self.hub = getcurrent()
         self.runs: dict[int, greenlet] = {}  # thread blocks that have not ended, by number
+        # By number of a waiting thread block: its attributes OF_BLOCK, and its `blockIdx`.
         self.states: dict[int, tuple[dict[str, Any], tuple[int, int, int]]] = {}
 
     def run(self) -> None:
-        """Run all thread blocks."""
+        """Run all thread blocks. Raise Deadlock if some end and others wait for the grid."""
         launch = self.launch
         numbers = list(range(1, prod(launch.grid) + 1))
         if launch._random is not None:
@@ -70,17 +72,19 @@ class Grid:
         self.launch._open_barrier()
 
     def _open(self) -> None:
-        """Forget which thread blocks accessed which elements: all later accesses come after."""
+        """Forget which thread blocks accessed which elements: later accesses come after them."""
         for array in self.launch.arrays:
             for owners in array.owners.blocks:
                 owners[:] = 0
 
     def _leave(self, number: int) -> None:
+        """Store the state of a thread block that waits."""
         launch, place = self.launch, self.launch._cuda.blockIdx
         state = {name: getattr(launch, name) for name in OF_BLOCK if hasattr(launch, name)}
         self.states[number] = state, (place.x, place.y, place.z)
 
     def _enter(self, number: int) -> None:
+        """Restore the state of a thread block that has waited."""
         if number not in self.states:
             return
         launch, place = self.launch, self.launch._cuda.blockIdx
@@ -91,6 +95,7 @@ class Grid:
         launch.mask, launch._outer = state["mask"], state["_outer"]
 
     def _deserted(self, ended: list[int]) -> Deadlock:
+        """Return the error for thread blocks that wait although others have ended."""
         launch = self.launch
         self._enter(next(iter(self.runs)))
         text = (
@@ -102,10 +107,10 @@ class Grid:
         return error
 
     def end(self) -> None:
-        """End the thread blocks that still wait after an error."""
+        """End the greenlets of the thread blocks that still wait after an error."""
         self.launch.end()
         for number, run in self.runs.items():
             if not run.dead:
-                run.throw()  # first, since its groups go on in it when they end
+                run.throw()  # before its groups, which return to this greenlet when they end
                 self._enter(number)
                 self.launch.end()

@@ -1,9 +1,9 @@
 """Groups of threads that run together, and what they wait for.
 
-A thread block begins as one group. Several thread blocks that run at once also begin as one group.
-If lanes have to wait for other lanes of their group, they become a group of their own and the
-thread block begins again; see run.py. The warps and lanes of a group do not change while a thread
-block runs.
+A thread block begins as one group. Several thread blocks that run at the same time also begin as
+one group. Sometimes lanes of a group must wait for other lanes of the group. They then become a
+group of their own, and the thread block begins again; see run.py. While a thread block runs, each
+group keeps its lanes.
 """
 
 from __future__ import annotations
@@ -19,30 +19,34 @@ from .checks import PITCH, SHIFT, WARP
 from .errors import Index3
 from .lanes import Mask
 
-FULL = 0xFFFFFFFF
+FULL = 0xFFFFFFFF  # the mask of all lanes of a warp
 
+# States of a group: it can run, waits, or has returned.
 READY, AT_BARRIER, AT_NAMED, AT_MBARRIER, AT_WARP, DONE, AT_GRID = range(7)
 Site = tuple[int, int]  # a call in kernel code: id of the code object, offset of the instruction
 
 
 class OneByOne(BaseException):
-    """Raised if thread blocks that run at once need to run alone: they begin again one by one."""
+    """Raised if thread blocks that run at the same time must begin again and run one by one."""
 
 
 class Parting(BaseException):
-    """Raised if lanes wait for others of their group: the thread block then begins again."""
+    """Raised if lanes wait for other lanes of their group. The thread block then begins again.
+
+    `lanes` says which lanes of the group become a group of their own.
+    """
 
     def __init__(self, lanes: np.ndarray) -> None:
-        self.lanes = lanes  # bool a lane of the group
+        self.lanes = lanes  # one bool per lane of the group
 
 
 def alike(values: np.ndarray) -> Any:
-    """Return one number if all values are the same, else the values."""
+    """Return one number if all values are equal, else the array of values."""
     return int(values[0]) if (values == values[0]).all() else values
 
 
 def warps_of(tids: np.ndarray) -> np.ndarray:
-    """Return the warps of threads, which must be in ascending order."""
+    """Return the numbers of the warps of threads. The threads must be in ascending order."""
     warps = tids // WARP
     first = np.ones(warps.size, bool)
     np.not_equal(warps[1:], warps[:-1], out=first[1:])
@@ -50,11 +54,24 @@ def warps_of(tids: np.ndarray) -> np.ndarray:
 
 
 class Group:
-    """Lanes that run together. `tids` are their threads, in ascending order.
+    """Lanes that run together.
 
-    If several thread blocks run at once, `blocks` is the number of each lane's thread block, from
-    0. A thread's number is its number in the thread block plus `PITCH` for each thread block
-    before.
+    A lane is a thread, and arrays over the lanes have one element per lane. Attributes:
+
+        tids         number of each lane's thread in its thread block, in ascending order. If
+                     several thread blocks run at the same time, PITCH is added for each one before.
+        blocks       number of each lane's thread block among those that run, from 0
+        x, y, z      `threadIdx` of each lane; a number if it is equal in all lanes
+        warp_of      number of each lane's warp
+        warps        numbers of all warps with lanes in the group
+        slot         position of each lane in a flattened array (warps, 32)
+        present      which positions of such an array belong to a lane
+        whole        whether the group has all 32 lanes of each of its warps
+        state, site, operation, value    what the group waits for, and where; see waiting.py
+        mask, outer  the masks of flow.py while the group waits
+        run          the greenlet of the group; None for the only group of a thread block
+        committed    number of closed groups of asynchronous copies, by lane
+        copies       asynchronous copies in flight
     """
 
     __slots__ = (
@@ -73,7 +90,6 @@ class Group:
         self.laneid = alike(tids % WARP)
         self.warp_of = tids // WARP
         self.warps, place = np.unique(self.warp_of, return_inverse=True)
-        # Where lanes stand in arrays of whole warps, and whether they are whole.
         self.slot = place * WARP + tids % WARP
         self.whole = self.count == WARP * self.warps.size
         self.present = np.zeros(WARP * self.warps.size, bool)
@@ -83,7 +99,7 @@ class Group:
         self.begin()
 
     def begin(self) -> None:
-        """Forget the state of the lanes, as a new thread block begins."""
+        """Reset the state of the lanes at the beginning of a thread block."""
         self.state = READY
         self.site: Site = (0, 0)
         self.operation = ""
@@ -91,12 +107,12 @@ class Group:
         self.mask: Mask = None
         self.outer: list[Mask] = []
         self.run: greenlet | None = None
-        self.exits: Any = None  # of the kernel itself
+        self.exits: Any = None  # the `Exits` of the kernel's own function
         self.committed = np.zeros(self.count, np.int64)
         self.copies: list[Copy] = []
 
     def full(self, value: int) -> np.ndarray:
-        """Return an array with `value` for every lane; it is cached."""
+        """Return a cached array with `value` for every lane."""
         known = self.full_arrays.get(value)
         if known is None:
             if len(self.full_arrays) > 4096:
@@ -105,18 +121,21 @@ class Group:
         return known
 
     def crossed(self, bits: int) -> np.ndarray:
-        """Return for each lane the lane whose number differs in these bits; it is cached."""
+        """Return a cached array: for each lane, the lane whose number differs in these bits."""
         known = self._crossed.get(bits)
         if known is None:
             known = self._crossed[bits] = np.arange(self.count) ^ bits
         return known
 
     def lanes(self, value: Any) -> np.ndarray:
-        """Return an integer as an array over the lanes."""
+        """Return a value as an array over the lanes. A number becomes an array of equal numbers."""
         return value if value.__class__ is np.ndarray else self.full(int(value))
 
     def in_warps(self, value: Any, fill: Any = 0) -> np.ndarray:
-        """Return a value of every lane as an array (warps, 32)."""
+        """Return a value of every lane as an array (warps, 32).
+
+        Positions without a lane have the value `fill`.
+        """
         if value.__class__ is not np.ndarray:
             value = np.full(self.count, value)
         if not self.whole:
@@ -126,14 +145,19 @@ class Group:
         return value.reshape(-1, WARP)
 
     def of_warps(self, values: np.ndarray) -> np.ndarray:
-        """Return an array (warps, 32) as an array over the lanes."""
+        """Return an array (warps, 32) as an array over the lanes of the group."""
         flat = values.reshape(-1)
         return flat if self.whole else flat[self.slot]
 
 
 @dataclass(slots=True, eq=False)
 class Copy:
-    """An asynchronous copy of every lane in `pending`, in the lane's group of copies `number`."""
+    """An asynchronous copy (cp.async) of several lanes.
+
+    `dst` is the shared array, and `e` the first element of each lane's copy of `n` elements. `read`
+    returns the values of some lanes, see `GlobalArray.source`. `pending` says which lanes have not
+    waited for the copy. `number` is the number of the lane's group of copies.
+    """
 
     dst: Any
     e: np.ndarray
@@ -147,15 +171,17 @@ class Copy:
 class NamedBarrier:
     """A named barrier of `threads` threads, from its first arrival until it opens.
 
-    What warp w did at stamps below `seen[w]` happened before an arrival. `known` is what single
-    threads that arrived knew in addition (mbarriers.py).
+    `site` is the instruction of the first arrival. Accesses of warp w below the stamp ``seen[w]``
+    happened before one of the arrivals. `known` is what single threads that arrived knew in
+    addition (knowledge.py). `arrived` are the warps that have arrived, and `synced` those of them
+    that wait. `waiting` are the groups that wait.
     """
 
     threads: int
     site: Site
     seen: np.ndarray
     arrived: list[int] = field(default_factory=list)
-    synced: list[int] = field(default_factory=list)  # those of them that wait
+    synced: list[int] = field(default_factory=list)
     waiting: list[Group] = field(default_factory=list)
     opened: bool = False
     known: np.ndarray | None = None
@@ -163,7 +189,12 @@ class NamedBarrier:
 
 @dataclass(slots=True, eq=False)
 class Meeting:
-    """Lanes of a warp, in several groups, that have come to one collective."""
+    """A warp collective whose lanes are in several groups, until all lanes have arrived.
+
+    `lanes` says which lanes of the warp have arrived. `values` are the operands, one array (32,)
+    each. `groups` are the groups of the arrived lanes. `results` is None until the last lane
+    arrives.
+    """
 
     lanes: np.ndarray = field(default_factory=lambda: np.zeros(WARP, bool))
     values: list[np.ndarray] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Updates of elements one after the other, as atomic operations make them."""
+"""Updates of array elements one after the other, as atomic operations make them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-Update = Callable[..., Any]  # old values and operands -> new values, of the elements' dtype
+Update = Callable[..., Any]  # takes old values and operands; returns new values of the same dtype
 
 
 def in_turn(
@@ -26,8 +26,8 @@ def in_turn(
     operands : list of ndarray
         The operands, one per element of `at`.
     ordered : bool
-        Whether the old values are needed for repeated elements. If not, the returned values are
-        not the old values.
+        Whether the old values are needed. If False and elements repeat, the returned values may be
+        other values.
 
     Returns
     -------

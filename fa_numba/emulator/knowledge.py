@@ -1,11 +1,14 @@
 """What each thread knows to have happened before its present.
 
-A warp's row of `seen` holds what all threads of the warp know. Threads that arrive at an mbarrier
-arrive one by one, so one thread may know more than its warp. `_heard` holds what one thread knows;
-its rows are made when they are first needed. A row has a stamp for each thread of the thread block:
-accesses of that thread below the stamp happened before. Further columns, in `seen` behind the warps
-and in `_heard` behind the threads, are for what no thread does: each warp's parts of products, and
-the copies that an mbarrier counts.
+A warp's row of `seen` contains what all threads of the warp know. Threads arrive at an mbarrier one
+by one. One thread may therefore know more than its warp. `_heard` contains what single threads
+know; it is made when it is first needed. A row of `_heard` has one stamp for each thread of the
+thread block: accesses of that thread below the stamp happened before.
+
+Rows have further columns: in `seen` after the warps, and in `_heard` after the threads. They are
+for accesses that no thread makes. There is one column for each warp's parts of products, and one
+for the copies that an mbarrier counts. A row of `_heard`, or an expanded row of `seen`, is called
+`known`.
 """
 
 from __future__ import annotations
@@ -22,39 +25,40 @@ from .groups import WARP, NamedBarrier, OneByOne, warps_of
 from .waiting import Waiting
 
 WARPGROUP = 4  # warps
-MOST_FENCES = 16  # of the same threads that are remembered
+MOST_FENCES = 16  # fences of the same threads that are remembered
 ALWAYS = 1 << 58  # above the stamp of any access
 
 
 class Knowledge(Waiting):
-    """A context that records, for single threads, which accesses happened before their present."""
+    """The part of a launch that records which accesses single threads know to be earlier."""
 
     __slots__ = ("_heard", "_columns", "_fences", "_taking_part")
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._heard: np.ndarray | None = None
-        self._columns = 0  # taken by mbarriers
-        self._fences: dict[bytes, list[tuple[np.ndarray, int]]] = {}  # of threads, their last ones
+        self._columns = 0  # number of columns for mbarriers
+        # The last fences of a set of threads: the threads, and the stamp of each fence.
+        self._fences: dict[bytes, list[tuple[np.ndarray, int]]] = {}
         self._taking_part: dict[tuple[int, int], Any] = {}  # see `_whole_and_others`
 
     def begin_blocks(self, first: int, count: int) -> None:
-        """Forget the threads' knowledge, for new thread blocks; see `Context.begin_blocks`."""
+        """Forget the knowledge of all threads for new thread blocks; see `Context.begin_blocks`."""
         super().begin_blocks(first, count)
         self._columns, self._heard, self._fences = 0, None, {}
 
     @property
     def warpgroups(self) -> int:
-        """Return the number of warpgroups of a thread block."""
+        """Return the number of warpgroups of a thread block, rounded up."""
         return -(-self.warps // WARPGROUP)
 
     def alone(self) -> None:
-        """Raise OneByOne if several thread blocks run at once."""
+        """Raise OneByOne if several thread blocks run at the same time."""
         if self.several:
             raise OneByOne
 
     def widen(self, more: int) -> None:
-        """Add columns for the warpgroups and for `more` further mbarriers."""
+        """Add columns to all rows: for the warpgroups, and for `more` further mbarriers."""
         base, starts, seen = self._clocks
         columns = WARPGROUP * self.warpgroups + self._columns
         missing = self.warps + columns + more - seen.shape[1]
@@ -67,6 +71,7 @@ class Knowledge(Waiting):
         self.seen = wider[: len(self.seen)]
 
         def longer(row: np.ndarray) -> np.ndarray:
+            """Return a row with the missing columns appended."""
             return np.concatenate([row, np.zeros(missing, np.int64)])
 
         self._opened = {n: longer(row) for n, row in self._opened.items()}
@@ -78,11 +83,14 @@ class Knowledge(Waiting):
             self._heard = np.concatenate([self._heard, gap], axis=1)
 
     def _by_thread(self, row: np.ndarray) -> np.ndarray:
-        """Return a row of `seen`, expanded from warps to threads, with its further columns."""
+        """Return a row of `seen` with one stamp per thread instead of one per warp.
+
+        The further columns stay the same.
+        """
         return np.concatenate([np.repeat(row[: self.warps], WARP), row[self.warps :]])
 
     def _by_warp(self, known: np.ndarray) -> np.ndarray:
-        """Return a row with one stamp per thread as a row with one stamp per warp.
+        """Return a row with one stamp per warp instead of one per thread.
 
         The stamp of a warp is the least stamp of its threads. The further columns stay the same.
         """
@@ -90,9 +98,10 @@ class Knowledge(Waiting):
         return np.concatenate([known[:threads].reshape(-1, WARP).min(axis=1), known[threads:]])
 
     def known_by(self, tids: np.ndarray, exactly: bool = False) -> np.ndarray:
-        """Return what certainly happened before the present of all these threads.
+        """Return a row of stamps: accesses below happened before the present of all these threads.
 
-        It may leave something out unless `exactly` is set.
+        Unless `exactly` is set, the stamps may be lower than necessary; they are then faster to
+        compute.
         """
         if exactly and self._heard is not None:
             rows = [self._by_thread(self.seen[tid // WARP]) for tid in tids.tolist()]
@@ -107,7 +116,10 @@ class Knowledge(Waiting):
         return known
 
     def ordered(self, stamp: int, lane: int) -> bool:
-        """Return whether an access happened before a lane's present, as far as its thread knows."""
+        """Return whether an earlier access happened before a lane's present.
+
+        `stamp` is the stamp of the earlier access. The answer uses what the lane's thread knows.
+        """
         if super().ordered(stamp, lane):
             return True
         if self._heard is None or stamp % STAMP == NOBODY:
@@ -117,14 +129,14 @@ class Knowledge(Waiting):
         return bool(before(stamp, known, self.warps))
 
     def _column_known(self, tids: np.ndarray, column: int) -> np.ndarray:
-        """Return the stamp up to which each thread knows a column."""
+        """Return for each thread the stamp that the thread knows in a further column."""
         known = self.seen[tids // WARP, self.warps + column]
         if self._heard is not None:
             known = np.maximum(known, self._heard[tids, self.warps * WARP + column])
         return known
 
     def _learn(self, known: np.ndarray) -> None:
-        """Record that `known` happened before the next accesses of the lanes that take part."""
+        """Record that the lanes that take part now also know the row `known`."""
         tids, whole, others = self._whole_and_others()
         by_warp = self._by_warp(known)
         self.seen[whole] = np.maximum(self.seen[whole], by_warp)
@@ -138,9 +150,9 @@ class Knowledge(Waiting):
             self._heard[tids] = np.maximum(self._heard[tids], known)
 
     def _whole_and_others(self) -> tuple[np.ndarray, Any, np.ndarray]:
-        """Return the threads that take part, their whole warps, and the threads of other warps.
+        """Return the threads that take part, their complete warps, and the threads of other warps.
 
-        The result is remembered for each group and mask, which do not change.
+        The result is cached for each group and mask, which are never changed.
         """
         group, mask = self.group, self.mask
         found = self._taking_part.get((id(group), id(mask)))
@@ -154,12 +166,12 @@ class Knowledge(Waiting):
             others = tids[(counts != sizes)[tids // WARP]]
             if len(self._taking_part) > MOST_KNOWN:
                 self._taking_part.clear()
-            # The group and the mask are kept, so that no other one has their identity.
+            # The entry contains the group and the mask, so that no other object gets their ids.
             found = self._taking_part[id(group), id(mask)] = group, mask, (tids, whole, others)
         return found[2]
 
     def synced(self, warps: np.ndarray) -> None:
-        """Give all lanes of each warp the knowledge of all lanes of the warp."""
+        """After a warp synchronises, give each of its lanes the knowledge of all its lanes."""
         if self._heard is None:
             return
         for warp in warps.tolist():
@@ -168,6 +180,7 @@ class Knowledge(Waiting):
             self.seen[warp] = np.maximum(self.seen[warp], self._by_warp(known))
 
     def _arrive(self, warp: int, barrier: int, threads: int, waits: bool) -> NamedBarrier:
+        """Also record what single threads of an arriving warp know; see `Waiting._arrive`."""
         named = super()._arrive(warp, barrier, threads, waits)
         if self._heard is not None:
             mine = self._heard[warp * WARP : warp * WARP + WARP].max(axis=0)
@@ -179,12 +192,16 @@ class Knowledge(Waiting):
         return named
 
     def _release(self) -> None:
+        """Let all groups go on, and count the barrier once per warp if there are several groups."""
         super()._release()
-        if len(self._groups) > 1:  # of which two may have lanes of one warp
+        if len(self._groups) > 1:  # lanes of one warp may be in two groups
             self._instructions["barrier"] = self._instructions.get("barrier", 0) + self.warps
 
     def fenced(self) -> None:
-        """Record a fence: copies and products may read what these lanes have written."""
+        """Record a fence of the lanes that take part.
+
+        Copies and products may then read what these lanes have written.
+        """
         self.alone()
         tids = self.group.tids if self.mask is None else self.group.tids[self.mask]
         self._tick(warps_of(tids))
@@ -196,10 +213,11 @@ class Knowledge(Waiting):
     def checked(
         self, check: Callable[..., int], *args: Any, tids: np.ndarray, last: tuple[Any, ...]
     ) -> tuple[int, np.ndarray]:
-        """Return the result of a function of async_checks.py, and the knowledge of these threads.
+        """Call a function of async_checks.py; return its result, and the knowledge of the threads.
 
-        The function is tried first with a lower bound of their knowledge, which is faster to
-        compute.
+        `args` are the arguments of the function before `known`, and `last` the arguments after
+        `base`. The function is called first with lower stamps, which are faster to compute, and
+        again with exact stamps if it fails.
         """
         known = self.known_by(tids)
         bad = -1
@@ -213,7 +231,7 @@ class Knowledge(Waiting):
         return bad, known
 
     def fences_of(self, known: np.ndarray) -> np.ndarray:
-        """Return the stamp of each thread's last fence that is known."""
+        """Return for each thread of the thread block the stamp of its last fence in `known`."""
         found = np.zeros(self.warps * WARP, np.int64)
         for tids, stamp in (fence for fences in self._fences.values() for fence in fences):
             there = tids[stamp + tids < known[tids]]

@@ -1,9 +1,9 @@
 """Values of many lanes: operations that Python's operators cannot do on arrays of lanes.
 
-A value is one number if all lanes have the same, else an array with one element per lane. The
-array's dtype is the float's own type, int64, bool, or uint64 for values of `uint64`. Arrays are
-never changed once they are made. NumPy's type rules equal Numba's, except for Python's integers:
-next to a float they take the float's type.
+A value is one number if it is equal in all lanes, else an array with one element per lane. The
+dtype of the array is a float dtype, int64, bool, or uint64 for values of `uint64`. Arrays are never
+changed once they are made. NumPy's type rules equal Numba's, except for Python's integers: in an
+operation with a float, they take the float's type.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-Mask = np.ndarray | None  # bool a lane; None where all lanes take part
+Mask = np.ndarray | None  # one bool per lane; None if all lanes take part
 
 
 class Undefined:
@@ -37,12 +37,16 @@ class FromEnd(int):
 
 
 def truth(value: Any) -> np.ndarray:
-    """Return an array as bool."""
+    """Return an array over the lanes as bool: False where the value is 0."""
     return value if value.dtype == np.bool_ else value != 0
 
 
 def merge(mask: Mask, old: Any, new: Any) -> Any:
-    """Return `new` for the lanes of `mask`, `old` for the others."""
+    """Return the value of a variable after a branch: `new` in the lanes of `mask`, else `old`.
+
+    `mask` is None if all lanes take part. Tuples are merged element by element, and arrays of the
+    kernel by their method `merged`.
+    """
     if old is new or old is undefined or old is None or mask is None:
         return new
     if isinstance(new, tuple) and new.__class__ is old.__class__ and len(old) == len(new):
@@ -57,39 +61,42 @@ def merge(mask: Mask, old: Any, new: Any) -> Any:
         if new.__class__ is int and old.__class__ is int and max(new, old) > MAX_INT64:
             return np.where(mask, np.uint64(new), np.uint64(old))
         return np.where(mask, new, old)
-    if not new and isinstance(new, FLOATS):  # zeros have signs
+    if not new and isinstance(new, FLOATS):  # 0.0 and -0.0 are equal but differ
         return np.where(mask, new, old)
     return new
 
 
 def where(condition: np.ndarray, a: Any, b: Any) -> Any:
-    """Return `a` for the lanes whose condition is true, `b` for the others."""
+    """Return `a` for the lanes whose condition is true, and `b` for the other lanes."""
     return merge(truth(condition), b, a)
 
 
 def both(a: np.ndarray, b: Any) -> Any:
-    """Return `a and b`, for an array `a`."""
+    """Return `a and b` by lane; `a` is an array over the lanes."""
     if a.dtype != np.bool_ or (b.__class__ is not bool and getattr(b, "dtype", None) != np.bool_):
         return merge(truth(a), a, b)
     return a & b
 
 
 def any_(a: np.ndarray, b: Any) -> Any:
-    """Return `a or b`, for an array `a`."""
+    """Return `a or b` by lane; `a` is an array over the lanes."""
     if a.dtype != np.bool_ or (b.__class__ is not bool and getattr(b, "dtype", None) != np.bool_):
         return merge(truth(a), b, a)
     return a | b
 
 
 def negation(value: Any) -> Any:
-    """Return `not value`, by lane."""
+    """Return `not value` by lane."""
     if value.__class__ is array:
         return ~truth(value)
     return not value
 
 
 def typed(made: Any, *given: Any) -> Any:
-    """Return a result in double precision, rounded to the type of the floats it is from."""
+    """Return the float result `made`, rounded to the float type of the operands `given`.
+
+    `made` is returned unchanged if it is not a float, or if no operand has a float dtype of NumPy.
+    """
     types = [x.dtype for x in given if hasattr(x, "dtype") and x.dtype.kind == "f"]
     if not types or np.asarray(made).dtype.kind != "f":
         return made
@@ -97,14 +104,18 @@ def typed(made: Any, *given: Any) -> Any:
 
 
 def fma(a: Any, b: Any, c: Any) -> Any:
-    """Return a b + c; floats are rounded once."""
+    """Return a * b + c. The result of float32 operands is rounded only once."""
     if any(getattr(x, "dtype", None) == np.float32 for x in (a, b, c)):
         return typed(np.multiply(a, b, dtype=np.float64) + c, a, b, c)
     return a * b + c
 
 
 def each(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of numbers as a function of all lanes, rounded to the numbers' type."""
+    """Return a version of `function` that takes arrays over the lanes.
+
+    `function` takes numbers and returns a number. The result is rounded to the float type of the
+    arguments.
+    """
 
     def of_lanes(*values: Any) -> Any:
         if not any(x.__class__ is array for x in values):
@@ -117,9 +128,10 @@ def each(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _extreme(beyond: Callable[[Any, Any], Any]) -> Callable[..., Any]:
-    """Return a function like min or max.
+    """Return the function `min` or `max` for values of many lanes.
 
-    It returns NaN only if all numbers are NaN, as on a GPU.
+    `beyond(x, y)` says whether x replaces y as the result. As on a GPU, the result is NaN only if
+    all numbers are NaN.
     """
 
     def of_lanes(*values: Any) -> Any:
@@ -141,56 +153,63 @@ minimum, maximum = _extreme(operator.lt), _extreme(operator.gt)
 
 
 def to_int(value: Any) -> Any:
-    """Return `int(value)`, by lane."""
+    """Return `int(value)` by lane."""
     return value.astype(np.int64) if value.__class__ is array else int(value)
 
 
 def to_float(value: Any) -> Any:
-    """Return a value as float64, by lane."""
+    """Return a value as float64 by lane."""
     if value.__class__ is array:
         return value if value.dtype == np.float64 else value.astype(np.float64)
     return np.float64(value)
 
 
 def to_complex(real: Any, imag: Any = 0) -> Any:
-    """Return `complex(real, imag)` as complex128, by lane."""
+    """Return `complex(real, imag)` as complex128 by lane."""
     if real.__class__ is array or imag.__class__ is array:
         return np.asarray(real) + 1j * np.asarray(imag)
     return np.complex128(complex(real, imag))
 
 
 def number(value: Any) -> Any:
-    """Return a truth value as the 0 or 1 that Python computes with."""
+    """Return truth values as 0 or 1, as Python uses them in arithmetic.
+
+    Arrays of bool become arrays of int64. Every other value is returned unchanged.
+    """
     if value.__class__ is array and value.dtype == np.bool_:
         return value.astype(np.int64)
     return value
 
 
 def to_bool(value: Any) -> Any:
-    """Return `bool(value)`, by lane."""
+    """Return `bool(value)` by lane."""
     return truth(value) if value.__class__ is array else bool(value)
 
 
 to_round = each(round)
 
 
-def divides(operation: Callable[[Any, Any], Any], name: str) -> Callable[..., Any]:
-    """Return an operation that raises for a divisor of 0 in a lane that takes part."""
+def divides(operation: Callable[[Any, Any], Any], message: str) -> Callable[..., Any]:
+    """Return a function (context, a, b) that computes `operation(a, b)` and checks the divisor.
+
+    The function raises ZeroDivisionError with the text `message` if b is 0 in a lane that takes
+    part.
+    """
 
     def of_lanes(context: Any, a: Any, b: Any) -> Any:
         if b.__class__ is array:
             zero = b == 0
             if zero.any():
-                context.refuse_zero(zero, name)
+                context.refuse_zero(zero, message)
         elif b == 0:
-            context.refuse_zero(None, name)
+            context.refuse_zero(None, message)
         return operation(a, b)
 
     return of_lanes
 
 
 def divide(a: Any, b: Any) -> Any:
-    """Return a / b as a GPU does: inf or NaN where Python raises."""
+    """Return a / b as a GPU computes it: inf or NaN where Python raises for b = 0."""
     return a / b if b.__class__ is array or b else np.divide(a, b)
 
 

@@ -1,4 +1,7 @@
-"""Local arrays of each thread, which find uninitialised reads and accesses out of bounds."""
+"""Local arrays, of which each thread has its own copy. Uninitialised reads are found.
+
+Accesses out of bounds are found, too.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,9 @@ if TYPE_CHECKING:
     from .context import Context
     from .products import Product
 
-MOST_WAITING = 2048
-# What waits while products fly: never empty, and of no mask's lanes.
+MOST_WAITING = 2048  # multiply-adds that are collected
+# Values of `waiting` and `waiting_for` while a matrix product uses the array. FLIGHT is not empty
+# and FLYING equals no mask, so that every access calls `_compute`, which checks the products.
 FLIGHT: tuple[list[Any], list[Any], list[Any]] = ([None], [], [])
 FLYING: Any = object()
 
@@ -25,10 +29,10 @@ FLYING: Any = object()
 class LocalArray(Unconverted):
     """An array in local memory, of which each lane has its own copy.
 
-    Kernels index the array, as in ``x[i]``. Kernels do not call these methods. The emulator calls
-    them, and so do the functions that emulate intrinsics.
+    Kernels index the array, as in ``x[i]``. The emulator and the functions that emulate intrinsics
+    call the methods of this class. Kernels do not.
 
-    The emulator keeps element i of all lanes together: as an ndarray with one value per lane, or as
+    The list `data` contains element i of all lanes together: an ndarray with one value per lane, or
     one number if all lanes have the same value. If no lane has written the element, it is None. If
     only some lanes have written the element, `partial` maps its index to these lanes.
 
@@ -61,11 +65,11 @@ class LocalArray(Unconverted):
         self.single = dtype == np.float32
         self.convert = converter(dtype)
         self.partial: dict[int, np.ndarray] = {}
-        # Multiply-adds that were not made yet: elements, left and right factors; of which lanes.
+        # Collected multiply-adds: elements, left factors, right factors. Then: their lanes' mask.
         self.waiting: tuple[list[int], list[Any], list[Any]] = ([], [], [])
         self.waiting_for: Mask = None
-        self.summed: set[int] = set()  # elements that are known to have values in these lanes
-        self.flying: list[Product] = []  # products on their way that read or write it
+        self.summed: set[int] = set()  # elements that have values in all lanes of this mask
+        self.flying: list[Product] = []  # matrix products that use the array until a wait
 
     @property
     def name(self) -> str:
@@ -154,10 +158,10 @@ class LocalArray(Unconverted):
         self._put(index, value)
 
     def multiply_add(self, terms: tuple[Any, ...]) -> None:
-        """Compute ``array[index] += a * b`` for several elements, each sum rounded once.
+        """Compute ``array[index] += a * b`` for several elements. Each sum is rounded once.
 
-        Multiply-adds of the same lanes are collected until the array is read. Computing many of
-        them in one step is faster.
+        Multiply-adds of the same lanes are collected until the array is read, because computing
+        many multiply-adds in one step is faster.
 
         Parameters
         ----------
@@ -189,7 +193,10 @@ class LocalArray(Unconverted):
             self[terms[n]] = fma(terms[n + 1], terms[n + 2], self[terms[n]])
 
     def _may_sum(self, places: tuple[Any, ...]) -> bool:
-        """Return whether these elements have values, so that multiply-adds may be collected."""
+        """Return whether multiply-adds to these elements may be collected.
+
+        They may if the array is float32 and the elements have values in all lanes that take part.
+        """
         data, ctx = self.data, self.ctx
         sound = self.single and all(
             e.__class__ is int and 0 <= e < len(data) and data[e] is not None for e in places
@@ -228,7 +235,11 @@ class LocalArray(Unconverted):
             self.summed.clear()
 
     def _compute(self, writes: bool = False) -> None:
-        """Compute the collected multiply-adds. Raise if a product in flight forbids the access."""
+        """Compute the collected multiply-adds.
+
+        If a matrix product uses the array, raise RegisterHazard if it forbids the access; `writes`
+        says whether the access is a write.
+        """
         if self.flying:
             for product in self.flying:
                 product.require_free(self, writes)
@@ -294,13 +305,13 @@ class LocalArray(Unconverted):
                 other.partial[e] = left
         return other
 
-    # ---- what is not the common case
+    # ---- less common cases
 
-    def _place(self, index: Any) -> Any:
+    def _position(self, index: Any) -> Any:
         """Return an index after the check of its bounds, as an int if all lanes have the same."""
         if index.__class__ in (tuple, slice):
             if index.__class__ is tuple and len(index) == 1:
-                return self._place(index[0])
+                return self._position(index[0])
             raise TypeError(
                 f"the index of {self.name} must be one number for each axis (axes: 1), got {index}"
             )
@@ -315,7 +326,8 @@ class LocalArray(Unconverted):
         return index
 
     def _get(self, index: Any) -> Any:
-        e = self._place(index)
+        """Return an element whose index may differ by lane."""
+        e = self._position(index)
         if e.__class__ is not np.ndarray:
             value, written = self.data[e], self.partial.get(e)
             if value is None or (
@@ -335,6 +347,11 @@ class LocalArray(Unconverted):
         return np.zeros(group.count, self.dtype) if found is None else found
 
     def _require(self, written: np.ndarray | None, index: Any, here: Any = True) -> None:
+        """Raise UninitialisedRead if a lane that takes part has not written the element.
+
+        `written` are the lanes that have written it; None: no lane. `here` are the lanes that read
+        it.
+        """
         active = self.ctx.active() & here
         missing = active if written is None else active & ~written
         if missing.any():
@@ -347,7 +364,8 @@ class LocalArray(Unconverted):
             raise self.ctx.fault(UninitialisedRead, text, self.name, lane)
 
     def _put(self, index: Any, value: Any) -> None:
-        e = self._place(index)
+        """Store to an element whose index may differ by lane."""
+        e = self._position(index)
         ctx = self.ctx
         places = [e] if e.__class__ is not np.ndarray else np.unique(e[ctx.active_lanes()]).tolist()
         for one in places:

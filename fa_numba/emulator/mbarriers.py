@@ -1,4 +1,4 @@
-"""Barriers in shared memory that count arrivals and bytes: `mbarrier`."""
+"""Mbarriers: barriers in shared memory that count arrivals and bytes (Hopper)."""
 
 from __future__ import annotations
 
@@ -14,20 +14,28 @@ from .groups import AT_MBARRIER, READY, WARP, Group, Parting, Site, warps_of
 from .knowledge import ALWAYS, WARPGROUP, Knowledge
 from .shared_memory import SharedArray
 
-Use = tuple[int, list[Site]]  # a thread, and where it was: see `Mbarriers.calls`
+Use = tuple[int, list[Site]]  # a thread, and its instruction with all callers: `Mbarriers.calls`
 MOST_ARRIVALS = MOST_BYTES = (1 << 20) - 1
 
 
 class Mbarrier:
-    """A barrier that `count` arrivals complete in each phase.
+    """A barrier that `count` arrivals complete in each phase. Attributes:
 
-    `phase` is the number of the current phase, from 0. `pending` arrivals and `bytes` bytes are
-    still missing in it. `past` is what the threads that arrived know. `flying` are the copies that
-    it counts. `ends` are the stamps at which its phases ended, `ended` is what was known at the
-    last end. `arrived` are copies of ended phases that no thread has waited for. `awaited` is the
-    last phase that a thread has waited for, and `acquired` says whether a thread has waited for the
-    phase before the first. `uses` has the thread and the instruction of the last wait and of the
-    last arrival.
+    name       name of the barrier's element in the kernel, for messages
+    column     number of the barrier's column in the knowledge of threads (knowledge.py)
+    made, maker    stamp of the initialisation, and the thread that made it
+    fenced     stamp of the fence after the initialisation; None before the fence
+    phase      number of the current phase, from 0
+    pending, bytes    arrivals and bytes that are still missing in the current phase
+    past       what the threads that arrived in the current phase know
+    ends       stamps at which earlier phases ended
+    ended      what was known at the end of the previous phase
+    waiting    groups that wait for the end of the current phase
+    flying     copies that count for the current phase
+    arrived    copies of ended phases that no thread has waited for
+    awaited    last phase that a thread has waited for; -2 if none
+    acquired   whether a thread has waited for the phase before the first
+    uses       thread and instruction of the last "wait" and of the last "arrival"
     """
 
     __slots__ = (
@@ -37,7 +45,7 @@ class Mbarrier:
 
     def __init__(self, name: str, count: int, column: int, made: int, maker: int) -> None:
         self.name, self.count, self.column = name, count, column
-        self.made, self.maker = made, maker  # when, and by which thread
+        self.made, self.maker = made, maker
         self.fenced: int | None = None
         self.phase, self.pending, self.bytes = 0, count, 0
         self.past = self.ended = np.zeros(0, np.int64)
@@ -49,6 +57,7 @@ class Mbarrier:
         self.uses: dict[str, Use] = {}
 
     def __str__(self) -> str:
+        """Return the phase of the barrier, and what it still waits for, as text."""
         text = f"{self.name} is in phase {self.phase}, which still waits for {self.pending} of "
         text += f"{self.count} arrivals"
         if self.bytes < 0:
@@ -57,7 +66,10 @@ class Mbarrier:
 
 
 class MbarrierTile:
-    """A shared array of mbarriers, which only the instructions for mbarriers may access."""
+    """A shared array of mbarriers, which only the instructions for mbarriers may access.
+
+    `array` is the shared array of uint64 elements.
+    """
 
     __slots__ = ("array",)
 
@@ -65,7 +77,10 @@ class MbarrierTile:
         self.array = array
 
     def merged(self, mask: Any, other: Any) -> MbarrierTile:
-        """Return this array, which all lanes must hold."""
+        """Return this array. Raise TypeError unless all lanes have the same array.
+
+        `other` is the array of the lanes outside of `mask`.
+        """
         if other.__class__ is not MbarrierTile:
             raise TypeError(two_arrays(self, other))
         self.array.merged(mask, other.array)
@@ -73,14 +88,15 @@ class MbarrierTile:
 
 
 class Mbarriers(Knowledge):
-    """A context with mbarriers."""
+    """The part of a launch that emulates mbarriers."""
 
     __slots__ = ("_mbarriers", "_acquired")
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._mbarriers: dict[int, Mbarrier] = {}  # by the place of their element
-        # By warp, the slot that the warp has acquired last, unless the warp has loaded a box since.
+        self._mbarriers: dict[int, Mbarrier] = {}  # by the element's position in shared memory
+        # By warp: the mbarrier of the slot that the warp acquired last. A warp that has started a
+        # box load since then has no entry.
         self._acquired: dict[int, Mbarrier] = {}
 
     def begin_blocks(self, first: int, count: int) -> None:
@@ -89,7 +105,7 @@ class Mbarriers(Knowledge):
         self._mbarriers, self._acquired = {}, {}
 
     def who(self, stamp: int) -> str:
-        """Return the accessing thread, copy or product of a stamp as text."""
+        """Return the thread, copy or product that made the access of a stamp, as text."""
         code = stamp % STAMP
         column = code - SEVERAL - self.warps
         if column < 0 or code == NOBODY:
@@ -102,7 +118,10 @@ class Mbarriers(Knowledge):
         return f"a TMA load with mbarrier {owner.name}"
 
     def calls(self) -> list[Site]:
-        """Return the current instruction, and the calls that led to it from the kernel."""
+        """Return the current instruction of the kernel, and the calls that led to it.
+
+        The innermost function comes first.
+        """
         frame: FrameType | None = sys._getframe(1)
         found = []
         while frame is not None:
@@ -112,12 +131,15 @@ class Mbarriers(Knowledge):
         return found
 
     def mbarrier_tile(self, offset: Any, length: int) -> MbarrierTile:
-        """Return an array of mbarriers at a place of the dynamic shared memory."""
+        """Return an array of `length` mbarriers from element `offset` of dynamic shared memory on.
+
+        Offsets are in elements of 8 bytes.
+        """
         self.alone()
         return MbarrierTile(self.shared_tile(offset, length, "uint64"))
 
     def widen(self, more: int) -> None:
-        """Add columns to the knowledge of threads and of mbarriers; see `Knowledge.widen`."""
+        """Also add the columns to what mbarriers know; see `Knowledge.widen`."""
         columns = self.seen.shape[1]
         super().widen(more)
         gap = np.zeros(self.seen.shape[1] - columns, np.int64)
@@ -126,13 +148,14 @@ class Mbarriers(Knowledge):
             barrier.ended = np.concatenate([barrier.ended, gap])
 
     def _element_of(self, tile: MbarrierTile, index: Any) -> tuple[int, str]:
+        """Return the position of an mbarrier in shared memory, and its name. Check its index."""
         array, lane = tile.array, self.first_lane()
         if not 0 <= index < array.length:
             raise self.outside(array.name, (array.length,), index, lane)
         return array.first + index, f"{array.name}[{index}]"
 
     def mbarrier(self, tile: MbarrierTile, index: Any) -> Mbarrier:
-        """Return an mbarrier; raise BarrierMisuse if it was not initialised."""
+        """Return the mbarrier tile[index]. Raise BarrierMisuse if it was not initialised."""
         place, name = self._element_of(tile, index)
         found = self._mbarriers.get(place)
         if found is None:
@@ -141,7 +164,7 @@ class Mbarriers(Knowledge):
         return found
 
     def init_mbarrier(self, tile: MbarrierTile, index: Any, count: Any) -> None:
-        """Initialise an mbarrier that `count` arrivals complete in each phase."""
+        """Initialise the mbarrier tile[index], which `count` arrivals complete in each phase."""
         self.alone()
         self.instruction("barrier")
         for lane in self.active_lanes().tolist():
@@ -166,7 +189,10 @@ class Mbarriers(Knowledge):
             self._mbarriers[place] = made
 
     def fence_mbarriers(self) -> None:
-        """Let other threads and copies use the mbarriers that these threads have initialised."""
+        """Record a fence for the mbarriers that the lanes that take part have initialised.
+
+        Other threads and copies may use these mbarriers after the fence.
+        """
         self.alone()
         active = self.group.tids[self.active()].tolist()
         made = [b for b in self._mbarriers.values() if b.fenced is None and b.maker in active]
@@ -176,7 +202,10 @@ class Mbarriers(Knowledge):
             self._tick(barrier.maker // WARP)
 
     def usable(self, barrier: Mbarrier, lanes: np.ndarray, by_copies: bool = False) -> None:
-        """Raise unless these lanes come after the initialisation and the fence behind it."""
+        """Raise unless an mbarrier was initialised and fenced before these lanes use it.
+
+        The lane that initialised the mbarrier needs no fence, except for copies (`by_copies`).
+        """
         base, stamp = self.base[0], barrier.fenced
         if stamp is not None and stamp < base:
             return
@@ -200,7 +229,10 @@ class Mbarriers(Knowledge):
                 raise self.fault(MissingFence, text, None, lane)
 
     def in_phase(self, barrier: Mbarrier, tids: np.ndarray, does: str) -> None:
-        """Raise unless these threads know that the previous phase has ended."""
+        """Raise BarrierMisuse unless these threads know that the previous phase has ended.
+
+        `does` is the beginning of the message, such as "this thread arrives at".
+        """
         if not barrier.phase:
             return
         ignorant = self._column_known(tids, barrier.column) <= barrier.ends[-1]
@@ -214,7 +246,10 @@ class Mbarriers(Knowledge):
             raise self.fault(BarrierMisuse, text, None, lane)
 
     def arrive_mbarrier(self, tile: MbarrierTile, index: Any, size: Any = None) -> None:
-        """Let the lanes that take part arrive; each announces `size` bytes."""
+        """Let the lanes that take part arrive at tile[index]; each lane announces `size` bytes.
+
+        None means 0 bytes. Raise BarrierMisuse if more lanes arrive than the phase waits for.
+        """
         self.alone()
         self.instruction("barrier")
         group, every = self.group, self.active_lanes()
@@ -257,13 +292,13 @@ class Mbarriers(Knowledge):
             self.advance(barrier)
 
     def advance(self, barrier: Mbarrier) -> None:
-        """End the phase if no arrival and no byte is missing."""
+        """End the current phase of an mbarrier if no arrival and no byte is missing."""
         if barrier.pending or barrier.bytes:
             return
         self.clock += 2
         barrier.ends.append((self.clock - 1) * STAMP + SEVERAL + self.warps + barrier.column)
         barrier.past[self.warps * WARP + barrier.column] = self.clock * STAMP
-        barrier.past[self.threads : self.warps * WARP] = ALWAYS  # there are none
+        barrier.past[self.threads : self.warps * WARP] = ALWAYS  # lanes without a thread
         for copy in barrier.flying:
             copy.stamp = barrier.ends[-1]
         barrier.arrived += barrier.flying
@@ -277,11 +312,13 @@ class Mbarriers(Knowledge):
         barrier.waiting = []
 
     def wait_mbarrier(self, tile: MbarrierTile, index: Any, parity: Any) -> None:
-        """Wait for the end of the first phase with this parity that may not have ended yet.
+        """Wait for the end of a phase of tile[index]. The parity, 0 or 1, selects the phase.
 
-        A thread knows that a phase has ended if it has waited for the phase, or for others that
-        knew. Raises BarrierMisuse if the mbarrier may already be in a later phase than the one that
-        is meant: the parity could not tell them apart.
+        There are two candidates: the first phase whose end the thread does not know, and the phase
+        before. The wait for the phase before returns at once. A thread knows the end of a phase if
+        it has waited for this phase, or has synchronised with a thread that knew. Raises
+        BarrierMisuse if the mbarrier has also ended the phase after the selected phase: the parity
+        could not tell these phases apart.
         """
         self.alone()
         self.instruction("barrier")
@@ -298,6 +335,7 @@ class Mbarriers(Knowledge):
         self.mask = outer
 
     def _wait_mbarrier(self, barrier: Mbarrier, parity: int) -> None:
+        """Wait in the lanes that take part; see `wait_mbarrier`."""
         if parity not in (0, 1):
             raise self.fault(BarrierMisuse, f"wait_mbarrier: parity must be 0 or 1, got {parity}")
         lanes = self.active_lanes()
@@ -311,7 +349,7 @@ class Mbarriers(Knowledge):
         barrier.acquired |= meant < 0
         if barrier.acquired:
             self._acquired |= dict.fromkeys(warps_of(self.group.tids[lanes]).tolist(), barrier)
-        while barrier.phase == meant:  # the others of the group wait too, see `_stalled`
+        while barrier.phase == meant:  # other lanes of the group wait too, see `_stalled`
             barrier.waiting.append(self.group)
             self._wait(AT_MBARRIER, self.site(), f"wait_mbarrier of {barrier.name}", barrier)
         if barrier.phase != meant + 1:
@@ -331,13 +369,14 @@ class Mbarriers(Knowledge):
             self._learn(barrier.ended)
 
     def left_over(self) -> None:
-        """Raise if a thread block ends with an mbarrier at which arrivals are still missing.
+        """Raise BarrierMisuse if arrivals at an mbarrier are missing when a thread block ends.
 
-        A phase that has begun must end: threads have arrived or have announced bytes. A pipeline
-        slot that was acquired must be released. The mbarrier of empty slots is the one that a
-        thread waits for before any phase has ended: each wait for it has to be followed by one
-        more phase. One acquired slot of a warp needs no release: the last one, if the warp has
-        loaded no box afterwards. By such a slot, a producer tells its consumers to end.
+        A phase that has begun must end: threads have arrived, or have announced bytes. A pipeline
+        slot that was acquired must be released: each wait for its mbarrier of empty slots must be
+        followed by one more phase. This is the mbarrier for which a thread waits before any phase
+        has ended. One slot of each warp need not be released: the slot that the warp acquired last,
+        if it has started no box load afterwards. By such a slot, a producer tells its consumers to
+        end.
         """
         last = set(map(id, self._acquired.values()))
         for barrier in self._mbarriers.values():
@@ -347,6 +386,10 @@ class Mbarriers(Knowledge):
                 raise self._unreleased(barrier)
 
     def _unreleased(self, barrier: Mbarrier) -> EmulatorError:
+        """Return the error for an mbarrier at which arrivals or bytes are missing.
+
+        The text names the last wait and the last arrival.
+        """
         missing = f"{barrier.pending} of {barrier.count} arrivals"
         if barrier.bytes:
             missing += f" and {barrier.bytes} bytes"
@@ -367,10 +410,10 @@ class Mbarriers(Knowledge):
         return self.fault_at(BarrierMisuse, text, tid, sites[0], barrier.name.partition("[")[0])
 
     def _stalled(self) -> EmulatorError:
-        """Return the error for a thread block in which no group can run.
+        """Return the error for a thread block in which no group can go on.
 
-        Lanes of a group that wait for an mbarrier first wait together with the others of the group.
-        If nothing can run then, they become a group of their own.
+        If some lanes of a group wait for an mbarrier, the other lanes of the group wait with them.
+        If then no group can go on, raise Parting instead: the lanes become a group of their own.
         """
         waiting = [g for g in self._groups if g.state == AT_MBARRIER]
         for g in waiting:

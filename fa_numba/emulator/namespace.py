@@ -1,4 +1,8 @@
-"""The emulator's versions of `cuda`, `math` and the numba types, which a rewritten kernel uses."""
+"""The emulator's replacements of `cuda`, `math` and the numba types, for rewritten kernels.
+
+`rebind.py` replaces the names of `numba.cuda`, `math` and the numba types in a kernel by the
+objects of this module.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +30,18 @@ CASTS: dict[str, Callable[[Any], Any]] = {
 CASTS |= {f"float{8 * to().itemsize}": rounding(to) for to in (np.float16, np.float32, np.float64)}
 CASTS |= {f"complex{8 * to().itemsize}": rounding(to) for to in (np.complex64, np.complex128)}
 CASTS["bool"] = partial(to_bool)
-# Casts by NumPy's types, as in `np.int32(x)`.
+# Maps the id of a NumPy type to the cast: kernels write `np.int32(x)`.
 NUMPY_CASTS = {id(np.dtype(name).type): cast for name, cast in CASTS.items()}
 _DTYPES: dict[Any, np.dtype] = {cast: np.dtype(name) for name, cast in CASTS.items()}
 _DTYPES |= {float: np.dtype("float32"), to_float: np.dtype("float64"), to_int: np.dtype("int64")}
 
 
 def element_type(dtype: Any) -> np.dtype:
-    """Return the NumPy dtype of an array's element type: a cast, a numba type or a NumPy dtype."""
+    """Return the NumPy dtype for the `dtype` argument of an array that a kernel makes.
+
+    `dtype` is a cast of `CASTS`, Python's `float`, a numba type or a NumPy dtype. ``float`` means
+    float32.
+    """
     known = _DTYPES.get(dtype)
     if known is not None:
         return known
@@ -43,11 +51,16 @@ def element_type(dtype: Any) -> np.dtype:
 
 
 def _settled(name: str) -> Callable[..., float]:
-    """Return math's function, with NumPy's inf or NaN where math raises, as on a GPU."""
+    """Return a function of `math` that never raises: a GPU returns inf or NaN instead.
+
+    `name` is the name of a function of `math`. Where `math` raises, the result is NumPy's inf or
+    NaN.
+    """
     exact: Any = getattr(math, name)
     of_numpy: Any = getattr(np, "power" if name == "pow" else name)
 
     def of_numbers(*numbers: float) -> float:
+        """Return the value of the function for one number per argument."""
         try:
             return exact(*numbers)
         except (OverflowError, ValueError):
@@ -58,12 +71,12 @@ def _settled(name: str) -> Callable[..., float]:
 
 
 def _whole(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return a step function of NumPy, which returns a float as on a GPU."""
+    """Return a rounding function, such as `np.floor`, that returns a float as on a GPU."""
     return lambda x: typed(function(to_float(x)), x)
 
 
 def absolute(x: Any) -> Any:
-    """Return the absolute value as a float."""
+    """Return the absolute value as a float, by lane (`math.fabs`)."""
     return typed(to_float(abs(x)), x)
 
 
@@ -75,30 +88,36 @@ _EVERY |= {name: each(function) for name, function in SETTLED.items()}
 _EVERY |= {name: _whole(getattr(np, name)) for name in ("floor", "ceil", "trunc")}
 _EVERY["fabs"] = absolute
 
-# `math`, with inf and nan where Python raises and the GPU does not.
+# The emulator's `math`: it returns inf or NaN where Python's `math` raises.
 MATH = SimpleNamespace(**_EVERY)
 
 
 class Arrays:
-    """The emulator's `cuda.shared` or `cuda.local`."""
+    """The emulator's `cuda.shared` or `cuda.local`.
+
+    `make` is the method of the launch that makes an array from a shape and a dtype.
+    """
 
     def __init__(self, make: Callable[[Any, Any], Any]) -> None:
         self._make = make
 
     def array(self, shape: Any, dtype: Any, alignment: int | None = None) -> Any:
-        """Return a new array. Its elements have no values yet."""
+        """Return a new array. The elements have no values yet, and `alignment` is ignored."""
         return self._make(shape, dtype)
 
 
 class Namespace(WarpFunctions):
-    """The emulator's `cuda` for one launch. `run.py` sets the indices at every switch of groups."""
+    """The emulator's `cuda` for one launch.
+
+    `run.py` sets `threadIdx`, `blockIdx` and `laneid` each time another group of lanes runs.
+    """
 
     popc, clz, ffs, brev = map(staticmethod, (bits.popc, bits.clz, bits.ffs, bits.brev))
     cbrt, selp, fma = map(staticmethod, (bits.cbrt, bits.selp, fma))
 
     def __init__(self, context: Any) -> None:
         self._context = context
-        indices = ((0, 0, 0), (0, 0, 0), context.block_shape, context.grid)  # `threadIdx` of lanes
+        indices = ((0, 0, 0), (0, 0, 0), context.block_shape, context.grid)
         self.threadIdx, self.blockIdx, self.blockDim, self.gridDim = (
             SimpleNamespace(x=x, y=y, z=z) for x, y, z in indices
         )
@@ -112,12 +131,12 @@ class Namespace(WarpFunctions):
         raise missing(self._context, f"cuda.{name}")
 
     def grid(self, ndim: int) -> Any:
-        """Return the index of the thread in the grid, for one to three axes."""
+        """Return the index of each thread in the grid along `ndim` axes: a number or a tuple."""
         b, d, t = self.blockIdx, self.blockDim, self.threadIdx
         return self._axes(ndim, (b.x * d.x + t.x, b.y * d.y + t.y, b.z * d.z + t.z))
 
     def gridsize(self, ndim: int) -> Any:
-        """Return the number of threads of the grid along one to three axes."""
+        """Return the number of threads of the grid along `ndim` axes: a number or a tuple."""
         g, d = self.gridDim, self.blockDim
         return self._axes(ndim, (g.x * d.x, g.y * d.y, g.z * d.z))
 
@@ -144,19 +163,19 @@ class Namespace(WarpFunctions):
         return to_int(self._context.barrier("syncthreads_or", predicate) != 0)
 
     def syncwarp(self, mask: int = FULL) -> None:
-        """Wait for lanes of the warp.
+        """Wait for the lanes of the warp whose bits are set in `mask`.
 
-        If all its lanes take part, this also orders their accesses.
+        If all lanes of the warp take part, the call also orders their accesses to memory.
         """
         self._context.sync_warp(mask)
 
     def threadfence(self) -> None:
-        """Do nothing: a store of the emulator is seen by all threads at once."""
+        """Do nothing, because each store of the emulator is visible to all threads at once."""
 
     threadfence_block = threadfence_system = threadfence
 
     def nanosleep(self, ns: Any) -> None:
-        """Do nothing: the emulator has no clock."""
+        """Do nothing, because the emulator has no clock."""
 
 
 class GridGroup:
@@ -170,12 +189,12 @@ class GridGroup:
         self._context.sync_grid()
 
     def merged(self, mask: Any, other: Any) -> GridGroup:
-        """Return the group, which is the same in all lanes."""
+        """Return this object: all lanes have the same grid, also after a branch."""
         return self
 
 
 def missing(context: Any, name: str) -> NotEmulated:
-    """Return the error for a name of numba.cuda that the emulator does not have."""
+    """Return the error for a name of numba.cuda that the emulator does not support."""
     error: NotEmulated = context.fault(
         NotEmulated,
         f"{name} is not emulated. The table in fa_numba/emulator/README.md lists the functions "
@@ -185,7 +204,10 @@ def missing(context: Any, name: str) -> NotEmulated:
 
 
 class Missing:
-    """A function or namespace of numba.cuda that the emulator does not have. Its use raises."""
+    """A function or module of numba.cuda that the emulator does not support.
+
+    Calling the object, or reading an attribute, raises `NotEmulated`.
+    """
 
     def __init__(self, context: Any, name: str) -> None:
         self._context, self._name = context, name

@@ -1,11 +1,12 @@
-"""Products of a warpgroup (`wgmma`): computed at once, but usable only after a wait.
+"""Matrix products of a warpgroup (`wgmma`): computed at once, but usable only after a wait.
 
 From its start to `wait_products`, a product reads its operands in shared memory and the registers
-of A, and it writes the registers of C. A thread that writes the operands, or touches C, before the
-wait raises an error. A warp's wait is for its own part of the product only (PTX ISA,
-"wgmma.wait_group": what the executing threads have committed). That part reads the warp's 16 rows
-of A and all of B. The warp knows that the other warps' parts have ended when it has synchronised
-with these warps.
+of A, and it writes the registers of C. Writing the operands, or accessing C, before the wait is an
+error.
+
+A warp waits only for its own part of the product (PTX ISA, "wgmma.wait_group": what the executing
+threads have committed). This part reads the warp's 16 rows of A and all of B. A warp knows that the
+parts of the other warps have ended when it has synchronised with these warps.
 """
 
 from __future__ import annotations
@@ -24,26 +25,29 @@ from .local_memory import LocalArray
 
 WARPGROUP = 128  # threads
 ROWS = 64  # of A and C
-STEP = 16  # of the summed dimension, an instruction
-ITEM = 2  # bytes
-PANEL = ROW_BYTES // ITEM  # columns
-GROUP_BYTES = 8 * ROW_BYTES
-REGISTERS = 1 << 16  # of a multiprocessor, for one block
-MOST_REGISTERS = 255  # of a thread
+STEP = 16  # elements of the summed dimension in one instruction
+ITEM = 2  # bytes of an element
+PANEL = ROW_BYTES // ITEM  # columns of a panel
+GROUP_BYTES = 8 * ROW_BYTES  # bytes of eight rows of a panel
+REGISTERS = 1 << 16  # registers of a multiprocessor
+MOST_REGISTERS = 255  # registers of a thread
 
 
 class Together(BaseException):
-    """Raised if a schedule has separated a warpgroup: the thread block then begins again."""
+    """Raised if a schedule has divided the warps of a warpgroup. The thread block begins again."""
 
 
 @lru_cache(maxsize=256)
 def operand_places(
     rows: int, panel_rows: int, across: bool, steps: int, column: int
 ) -> tuple[np.ndarray, int, int]:
-    """Return an operand's elements, (rows, 16 steps) in a row, and the least and greatest of them.
+    """Return the positions of an operand's elements in shared memory, and their least and greatest.
 
-    The elements follow the descriptor's addresses, swizzled. They count from the multiple of 1024
-    bytes before the operand. `column` is the byte of the row at which the operand begins.
+    The positions are a flat array of (rows, 16 * steps). They follow the addresses of the PTX
+    descriptor, with swizzling. They count from the multiple of 1024 bytes at or before the operand.
+    `panel_rows` is the number of rows of a panel. `across` says whether the operand is stored
+    transposed: then a row of memory contains one element of each of 64 rows of the operand.
+    `column` is the byte of the row at which the operand begins.
     """
     row = np.arange(rows, dtype=np.int64)[:, None]
     k = np.arange(steps)[:, None]
@@ -61,18 +65,27 @@ def operand_places(
 
 
 def _summed(C: np.ndarray, A: np.ndarray, B: np.ndarray) -> np.ndarray:
-    """Return C + A B in single precision. The products of one instruction are added at a time."""
+    """Return C + A B in single precision, A: (rows, k), B: (columns, k), C: (rows, columns).
+
+    The 16 products of one instruction are summed first, and then added to C.
+    """
     steps = A.shape[1] // STEP
     left = A.reshape(len(A), steps, STEP).transpose(1, 0, 2)
     right = B.reshape(len(B), steps, STEP).transpose(1, 2, 0)
-    for made in left @ right:  # small enough that the library does not take several threads
+    for made in left @ right:  # matrices so small that the library uses one thread
         C = C + made
     return C
 
 
 @dataclass(slots=True, eq=False)
 class Product:
-    """A product that was not waited for: warpgroup, lanes, what it reads and writes, line."""
+    """A matrix product of one warpgroup that no thread has waited for yet.
+
+    `lanes` says which lanes of the group belong to the warpgroup. `C` is the array of the result.
+    `A` is the array of registers of the left operand; None if it is in shared memory. `lent` are
+    the reads of shared memory. `site` is the instruction, and `registers` the number of registers
+    of C. `ended` says whether a wait has ended the product, but has not named C.
+    """
 
     ctx: Products
     warpgroup: int
@@ -82,10 +95,13 @@ class Product:
     lent: list[Lent]
     site: Site
     registers: int
-    ended: bool = False  # but C was not waited for
+    ended: bool = False
 
     def require_free(self, array: LocalArray, writes: bool) -> None:
-        """Raise if lanes that take part may not access a register now."""
+        """Raise RegisterHazard if the product forbids an access of lanes that take part.
+
+        `array` is C or A of the product. Its registers may be read if it is A.
+        """
         if array is not self.C and not writes:
             return
         touched = self.lanes & self.ctx.active()
@@ -106,24 +122,28 @@ class Product:
 
 
 class Products(Boxes):
-    """A context with products of warpgroups."""
+    """The part of a launch that emulates matrix products of warpgroups."""
 
     __slots__ = ("warps_together", "_products", "_registers", "_registers_at")
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.warps_together = 1  # that a schedule leaves in one group
-        self._products: dict[int, list[Product]] = {}  # by warpgroup, in their order
-        self._registers: dict[int, int] = {}  # by warp, of each of its threads
-        self._registers_at: dict[int, Site] = {}  # by warp, the last call that set them
+        self.warps_together = 1  # number of neighbouring warps that `schedule` keeps in one group
+        self._products: dict[int, list[Product]] = {}  # by warpgroup, in the order of their starts
+        self._registers: dict[int, int] = {}  # by warp: registers of a thread
+        self._registers_at: dict[int, Site] = {}  # by warp: the last call that set this number
 
     def begin_blocks(self, first: int, count: int) -> None:
-        """Forget all products, for new thread blocks; see `Context.begin_blocks`."""
+        """Forget all products and numbers of registers; see `Context.begin_blocks`."""
         super().begin_blocks(first, count)
         self._products, self._registers, self._registers_at = {}, {}, {}
 
     def _warpgroups(self, operation: str) -> list[tuple[int, np.ndarray]]:
-        """Return the warpgroups that take part, with their lanes in the group; all threads must."""
+        """Return the numbers of the warpgroups that take part, each with its lanes in the group.
+
+        Raise unless all threads of each warpgroup take part. `operation` is the called function,
+        for messages.
+        """
         self.alone()
         group, found = self.group, []
         lanes = self.active_lanes()
@@ -145,7 +165,10 @@ class Products(Boxes):
         return found
 
     def _parted(self, operation: str, warpgroup: int) -> None:
-        """Handle a warpgroup some of whose threads are in other groups, and may come or not."""
+        """Raise for a warpgroup whose threads are in several groups of lanes.
+
+        If `schedule` has divided the warpgroup, raise Together. Otherwise raise EmulatorError.
+        """
         tids = np.arange(WARPGROUP) + warpgroup * WARPGROUP
         same = self.warps_together * WARP == WARPGROUP
         if not same and tids[-1] < self.threads:
@@ -159,7 +182,10 @@ class Products(Boxes):
         raise self.fault(EmulatorError, text)
 
     def _of_warpgroup(self, value: Any, lanes: np.ndarray, name: str, array: str) -> int:
-        """Return the first element of an operand, on which a warpgroup's threads must agree."""
+        """Return the first element of an operand. Raise unless a warpgroup's threads agree on it.
+
+        `name` is "A" or "B", and `array` the name of the operand's array.
+        """
         if value.__class__ is not np.ndarray:
             return int(value)
         values = value[lanes]
@@ -182,11 +208,13 @@ class Products(Boxes):
         self, numbers: np.ndarray, rC: LocalArray, n: int, A: tuple[Any, ...], B: tuple[Any, ...],
         steps: int, adds: int,
     ) -> None:  # fmt: skip
-        """Start C = A B or C += A B.
+        """Start the product C = A B of each warpgroup that takes part, or C += A B if `adds`.
 
-        An operand is a shared array, the first element, the rows of a panel, and whether the sum
-        runs over its rows. A may also be an array of registers and the first register. `numbers`
-        maps 16 bits to their value.
+        C has 64 rows and `n` columns, and is in the registers `rC`. The sum has 16 * `steps` terms.
+        An operand in shared memory is a tuple: shared array, first element, rows of a panel, and
+        whether the operand is stored transposed (see `operand_places`). A may also be a tuple of an
+        array of registers and the first register. `numbers` maps the 16 bits of an element to its
+        value.
         """
         if n % 8 or not 8 <= n <= 256:
             raise ValueError(
@@ -200,7 +228,7 @@ class Products(Boxes):
             )
         site = self.site()
         warpgroups = self._warpgroups("a wgmma product")
-        waiting, rC.waiting = rC.waiting, ([], [], [])  # C itself may be on its way
+        waiting, rC.waiting = rC.waiting, ([], [], [])  # earlier products may still write C
         flying, rC.flying = rC.flying, []
         if waiting[0] and not flying:
             rC.waiting = waiting
@@ -222,7 +250,8 @@ class Products(Boxes):
                 left = self._of_registers(numbers, A, lanes, steps)
             else:
                 left = self._operand(numbers, number, lanes, A, ROWS, steps, lent, left=1)
-            # By thread half, chunk, pair and warp, row, place; as a matrix warp, half, row, ...
+            # Registers are in the order (half, chunk, pair), and threads in the order (warp, row,
+            # place). Rows of the matrix are (warp, half, row), columns are (chunk, place, pair).
             C = old[:, lanes].reshape(2, n // 8, 2, 4, 8, 4).transpose(3, 0, 4, 1, 5, 2)
             C = _summed(C.reshape(ROWS, n), left, right)
             parts = C.reshape(4, 2, 8, n // 8, 4, 2).transpose(1, 3, 5, 0, 2, 4)
@@ -245,7 +274,10 @@ class Products(Boxes):
         self, numbers: np.ndarray, warpgroup: int, lanes: np.ndarray, operand: tuple[Any, ...],
         rows: int, steps: int, lent: list[Lent], left: int = 0,
     ) -> np.ndarray:  # fmt: skip
-        """Return an operand from shared memory as (rows, 16 steps), in float32."""
+        """Start to read an operand in shared memory; return it as (rows, 16 * steps), in float32.
+
+        The read is added to `lent`. `left` is 1 for A, and 0 for B.
+        """
         array, index, panel_rows, across = operand
         at = self._of_warpgroup(index, lanes, "A" if left else "B", array.name)
         if array.itemsize != ITEM:
@@ -286,7 +318,7 @@ class Products(Boxes):
     def _of_registers(
         self, numbers: np.ndarray, A: tuple[Any, ...], lanes: np.ndarray, steps: int
     ) -> np.ndarray:
-        """Return the operand A from each thread's registers, as (64, 16 steps)."""
+        """Return the operand A from a warpgroup's registers, as (64, 16 * steps) in float32."""
         rA, first = A
         words = np.empty((4 * steps, WARPGROUP), np.int64)
         for e, row in enumerate(words, first):
@@ -297,7 +329,10 @@ class Products(Boxes):
         return parts.transpose(2, 0, 3, 1, 4, 5).reshape(ROWS, -1)
 
     def wait_products(self, rC: LocalArray, count: int, pending: int) -> None:
-        """Wait until at most the last `pending` products are in flight; rC is then usable."""
+        """Wait until at most the last `pending` products are in flight. rC may then be accessed.
+
+        `count` is the number of registers of rC.
+        """
         for number, _ in self._warpgroups("wait_products"):
             products = self._products.get(number, [])
             stay = len(products) - pending
@@ -319,6 +354,7 @@ class Products(Boxes):
             self._products[number] = marked
 
     def _end(self, product: Product) -> None:
+        """Record that a product has ended: its operands may be written again."""
         product.ended = True
         if product.A is not None:
             product.A.arrive(product)
@@ -327,13 +363,16 @@ class Products(Boxes):
         self.clock += 2
         for lent in product.lent:
             lent.mark((self.clock - 1) * STAMP + lent.code)
-        for warp in range(first, first + WARPGROUP // WARP):  # each knows of its own part
+        for warp in range(first, first + WARPGROUP // WARP):  # each warp knows its own part only
             self.seen[warp, self.warps + warp] = self.clock * STAMP
 
     # ---- registers
 
     def set_registers(self, count: int, operation: str) -> None:
-        """Set the registers per thread of a warpgroup, from here on."""
+        """Set the number of registers per thread of the warps that take part.
+
+        `operation` is the called function, for messages.
+        """
         if count % 8 or not 24 <= count <= 256:
             raise ValueError(
                 f"{operation}: count must be a multiple of 8 from 24 to 256, got {count}"
@@ -345,7 +384,10 @@ class Products(Boxes):
             self._registers[warp], self._registers_at[warp] = count, site
 
     def left_over(self) -> None:
-        """Raise if a thread block ends with a wrong number of registers; see `Boxes.left_over`."""
+        """Raise if the warps of a thread block end with numbers of registers that are not allowed.
+
+        See `Boxes.left_over`.
+        """
         super().left_over()
         if not self._registers:
             return
@@ -377,6 +419,7 @@ class Products(Boxes):
         return "as launched" if site is None else f"set at {self.line_of(site)}"
 
     def _exit(self) -> None:
+        """Raise RegisterHazard if lanes exit before a product that they started has ended."""
         super()._exit()
         for number in np.unique(self.group.tids[self.active()] // WARPGROUP).tolist():
             for product in self._products.get(number, []):

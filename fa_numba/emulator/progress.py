@@ -5,16 +5,16 @@ from __future__ import annotations
 import sys
 from time import monotonic
 
-BAR_AFTER = 2.0  # seconds
-BAR_EVERY = 0.2
-WIDTH = 30
+BAR_AFTER = 2.0  # seconds until the progress bar appears
+BAR_EVERY = 0.2  # seconds between two drawings
+WIDTH = 30  # characters of the bar
 
 
 class Progress:
-    """How many thread blocks of a launch have ended, and for how long the launch has run.
+    """The number of thread blocks of a launch that have ended, and the time since the launch began.
 
-    `late` is called at many accesses and loops. On a terminal, it also draws a progress bar once
-    the launch has run for two seconds.
+    The launch calls `late` regularly. On a terminal, `late` also draws a progress bar when the
+    launch has run for two seconds. `limit` is the time limit in seconds, or None.
     """
 
     __slots__ = ("kernel", "blocks", "limit", "begun", "done", "shown")
@@ -26,9 +26,9 @@ class Progress:
         self.shown = 0.0 if terminal else float("inf")  # when the bar was drawn last
 
     def late(self) -> str:
-        """Draw the progress bar if it is time. Return what to say of a launch that ran too long.
+        """Draw the progress bar if it is time; return the message of `TimeLimit`.
 
-        The text is empty while the launch is within its limit.
+        The message is empty while the launch is within its time limit.
         """
         now = monotonic()
         seconds = now - self.begun
@@ -48,6 +48,7 @@ class Progress:
         )
 
     def _estimate(self, seconds: float) -> str:
+        """Return how many thread blocks have ended, and an estimate of the time of all, as text."""
         whole = seconds * self.blocks / self.done
         return f"{self.done:,} of {self.blocks:,} thread blocks have ended, all need {whole:,.0f} s"
 

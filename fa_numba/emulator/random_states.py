@@ -1,6 +1,6 @@
-"""States of Numba's random numbers on a GPU, without a GPU.
+"""States of Numba's random number generators, computed on the CPU.
 
-A generator is xoroshiro128+ by Blackman and Vigna. Generator i starts 2**64 numbers after generator
+A generator is xoroshiro128+ by Blackman and Vigna. Generator i begins 2**64 numbers after generator
 i - 1. Such a jump is a linear map of the 128 bits of the state over the integers modulo 2.
 """
 
@@ -11,11 +11,11 @@ import numpy as np
 WORD = 64
 ONES = (1 << WORD) - 1
 JUMP = 0xBEAC0467EBA5FACB, 0xD86B048B86AA9922  # coefficients of the jump's polynomial
-State = tuple[np.ndarray, np.ndarray]
+State = tuple[np.ndarray, np.ndarray]  # the two 64-bit words of each generator, shape (n,) each
 
 
 def _first(seed: int) -> int:
-    """Return both halves of the first state: a number of splitmix64."""
+    """Return both halves of the first generator's state: a number that splitmix64 computes."""
     z = (seed + 0x9E3779B97F4A7C15) & ONES
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & ONES
     z = (z ^ z >> 27) * 0x94D049BB133111EB & ONES
@@ -23,18 +23,19 @@ def _first(seed: int) -> int:
 
 
 def _turned(x: np.ndarray, by: int) -> np.ndarray:
+    """Return words whose bits are rotated to the left."""
     return x << np.uint64(by) | x >> np.uint64(WORD - by)
 
 
 def _next(state: State) -> State:
-    """Return the states after the next number of each generator."""
+    """Return the states of generators after each has made one number."""
     a, b = state
     b = a ^ b
     return _turned(a, 55) ^ b ^ b << np.uint64(14), _turned(b, 36)
 
 
 def _jump() -> np.ndarray:
-    """Return the map of a jump as a matrix of zeros and ones: bits @ matrix % 2."""
+    """Return the matrix of a jump, shape (128, 128): bits @ matrix % 2 are the bits after it."""
     state = _words(np.eye(2 * WORD))
     sums = np.zeros_like(state[0]), np.zeros_like(state[1])
     for coefficients in JUMP:
@@ -46,12 +47,13 @@ def _jump() -> np.ndarray:
 
 
 def _bits(state: State) -> np.ndarray:
-    """Return states as bits, shape (n, 128)."""
+    """Return the bits of states as zeros and ones, shape (n, 128)."""
     words = np.stack(state, axis=1)[:, :, None]
     return (words >> np.arange(WORD, dtype=np.uint64) & np.uint64(1)).reshape(-1, 2 * WORD) * 1.0
 
 
 def _words(bits: np.ndarray) -> State:
+    """Return the states with these bits, shape (n, 128)."""
     words = bits.reshape(-1, 2, WORD).astype(np.uint64) << np.arange(WORD, dtype=np.uint64)
     a, b = np.bitwise_or.reduce(words, axis=2).T
     return a, b
@@ -107,7 +109,7 @@ def create_xoroshiro128p_states(n: int, seed: int, subsequence_start: int = 0) -
         if skipped & 1:
             bits = bits @ power % 2
         power, skipped = power @ power % 2, skipped >> 1
-    power = jump  # of as many generators as there are
+    power = jump  # the map by as many jumps as there are generators
     while len(bits) < n:
         bits = np.concatenate([bits, bits @ power % 2])
         power = power @ power % 2

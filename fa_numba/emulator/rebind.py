@@ -1,4 +1,4 @@
-"""Replaces numba.cuda's names in a kernel's function by the emulator's names."""
+"""Replaces the names of numba.cuda in a kernel's function by the emulator's names."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _BUILTINS: dict[str, Any] = vars(builtins) | {
 }
 
 
-# Functions of which lanes have disagreed on a return, break or continue (exits.py).
+# Code of functions whose lanes have disagreed on a return, break or continue (exits.py).
 diverging: set[CodeType] = set()
 
-_PLAIN = frozenset((int, float, bool, str, type(None)))
+_PLAIN = frozenset((int, float, bool, str, type(None)))  # classes whose values stay as they are
 
 
 def _multiply_add(target: Any, *terms: Any) -> None:
-    """Compute target[index] += a * b for every index, a and b of `terms`."""
+    """Compute target[index] += a * b for the triples (index, a, b) in `terms`."""
     if target.__class__ is LocalArray:
         target.multiply_add(terms)
         return
@@ -47,7 +47,11 @@ def _multiply_add(target: Any, *terms: Any) -> None:
 
 
 def _replacements(original: Any, emulated: Any) -> Iterator[tuple[Any, str]]:
-    """Return the values of a module that the emulator replaces, as `from ... import` finds them."""
+    """Yield the values of a module that the emulator replaces, and their names.
+
+    `from ... import` binds such a value to any name, so the values are compared. `emulated` is the
+    emulator's version of the module `original`.
+    """
     for name in dir(emulated):
         if name in original.__dict__ and not name.startswith("_") and name != "laneid":
             yield original.__dict__[name], name
@@ -57,12 +61,13 @@ _REPLACED: dict[int, Any] = NUMPY_CASTS | {id(math): MATH}
 _REPLACED |= {id(value): getattr(MATH, name) for value, name in _replacements(math, MATH)}
 
 
-# What numba.cuda has and the emulator replaces, by its id: the value, and its names in `cuda`.
+# Objects of numba.cuda that the emulator replaces, by id: the object, and its path in `cuda`, such
+# as ("atomic", "add").
 _in_cuda: dict[int, tuple[Any, tuple[str, ...]]] = {}
 
 
 def _note_names(namespace: Any) -> None:
-    """Fill `_in_cuda`, whose names are those of any launch."""
+    """Fill `_in_cuda`. `namespace` is the emulator's `cuda` of any launch."""
     for value, name in _replacements(cuda, namespace):
         _in_cuda[id(value)] = value, (name,)
     for name in ("shared", "local", "const", "atomic", "cg"):  # for `cuda.atomic.add`
@@ -75,32 +80,33 @@ def _note_names(namespace: Any) -> None:
 
 
 class Rebinder:
-    """Rebinds a kernel and all functions that it calls.
+    """Rewrites a kernel and all functions that it calls, and replaces their global values.
 
-    `codes` has the code objects of the rewritten functions by id. `originals` has the code objects
-    from which they were made.
-
-    The functions are rewritten (rewrite.py), and the values of their globals and closure variables
-    are replaced:
+    The functions are rewritten (rewrite.py). The values of their globals and closure variables are
+    replaced:
 
         numba.cuda and its parts      the launch's `cuda`
-        device functions              rebound copies; so are functions of this package and of the
-                                      kernel's module
+        device functions              rewritten copies; also for functions of this package and of
+                                      the kernel's module
         intrinsics                    their `emulation`
         numba types                   casts
         math                          a version that returns inf and NaN where Python raises
+
+    `codes` maps the id of a rewritten function's code object to the code object. `originals` maps
+    the same id to the code object before rewriting.
     """
 
     def __init__(self, context: Any) -> None:
         self._context = context
-        # The launch's own dictionaries: functions of a module are rebound when the kernel runs.
+        # The dictionaries of the launch itself: they also get functions that are rewritten later,
+        # when the running kernel reads them from a module.
         self.codes: dict[int, CodeType] = context._codes
         self.originals: dict[int, CodeType] = context.originals
         self._modules: set[str] = set()
         self._functions: dict[int, FunctionType] = {}
         if not _in_cuda:
             _note_names(context._cuda)
-        # What was replaced in this launch, by its id: the value, and what replaces it.
+        # Replaced values of this launch, by id: the value, and its replacement.
         self._known: dict[int, tuple[Any, Any]] = {}
         names = {
             "C": context, "Split": Split, "array": np.ndarray, "LocalArray": LocalArray,
@@ -117,7 +123,7 @@ class Rebinder:
         self._builtins |= {"range": context.range, "print": context.show}
 
     def function(self, function: Any) -> Any:
-        """Return `function` rewritten, with its globals and closure variables rebound."""
+        """Return a function rewritten, with its globals and closure variables replaced."""
         done = self._functions.get(id(function))
         if done is not None:
             return done
@@ -139,12 +145,12 @@ class Rebinder:
         for name, cell in zip(free, function.__closure__ or (), strict=True):
             try:
                 names[name] = self.value(cell.cell_contents, name)
-            except ValueError:  # a cell that is empty still
+            except ValueError:  # a cell that has no value yet
                 continue
         return done
 
     def value(self, value: Any, name: str = "") -> Any:
-        """Return what replaces `value`, a global or closure variable of a kernel."""
+        """Return the replacement of `value`, a global or closure variable `name` of a kernel."""
         if value.__class__ in _PLAIN:
             return np.float64(value) if value.__class__ is float else value
         known = self._known.get(id(value))
@@ -156,13 +162,16 @@ class Rebinder:
         return found
 
     def _replaced(self, value: Any, name: str) -> Any:
-        """Return what replaces a value that is not known yet and not plain."""
+        """Return the replacement of a value that has none in the cache yet.
+
+        Classes of `_PLAIN` are handled before.
+        """
         if id(value) in _REPLACED:
             return _REPLACED[id(value)]
         if id(value) in _in_cuda:
             return reduce(getattr, _in_cuda[id(value)][1], self._context._cuda)
         if isinstance(value, ModuleType):
-            if value == cuda:  # as kernels know it
+            if value == cuda:
                 return self._context._cuda
             return _Module(value, self)
         if isinstance(value, np.generic):
@@ -187,6 +196,10 @@ class Rebinder:
         return self.function(value) if self._is_ours(value) else value
 
     def _is_ours(self, value: Any) -> bool:
+        """Return whether a value is a function to rewrite: of this package or of a kernel's module.
+
+        Functions of the emulator are not rewritten.
+        """
         if not isinstance(value, FunctionType):
             return False
         module = value.__module__ or ""
@@ -195,7 +208,10 @@ class Rebinder:
 
 
 class _Module:
-    """A module of which a kernel reads attributes, such as a module of device functions."""
+    """A module from which a kernel reads attributes, such as a module of device functions.
+
+    Each attribute is replaced when the kernel first reads it.
+    """
 
     def __init__(self, module: ModuleType, rebinder: Rebinder) -> None:
         self._module, self._rebinder = module, rebinder

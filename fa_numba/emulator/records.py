@@ -61,14 +61,14 @@ class Records(Unconverted):
             array[index] = value[name]
 
     def merged(self, mask: Any, other: Any) -> Records:
-        """Return this array, which all lanes must hold.
+        """Return this array after a branch. The variable must be this array in all lanes.
 
         Parameters
         ----------
         mask : ndarray of bool
             Lanes in which a variable is this array.
         other : object
-            What the variable is in the other lanes.
+            Value of the variable in the other lanes.
 
         Returns
         -------
@@ -86,7 +86,7 @@ class Records(Unconverted):
 
 
 class Record:
-    """One element of a structured array: its fields are loaded and stored one by one."""
+    """One element of a structured array. Its fields are loaded and stored one by one."""
 
     __slots__ = ("_records", "_index")
 
@@ -114,7 +114,7 @@ class Record:
         mask : ndarray of bool
             Lanes in which the variable is this element.
         other : object
-            What the variable is in the other lanes.
+            Value of the variable in the other lanes.
 
         Returns
         -------

@@ -1,19 +1,21 @@
-"""Rewrites a kernel's source so that one run of it computes all lanes that agree.
+"""Rewrites a kernel's source so that one run computes all lanes of a group.
 
-This module's visitor rewrites all Python statements that kernels use. The visitor of
-`expressions.py` rewrites expressions.
+This module's visitor rewrites the statements. The visitor of `expressions.py` rewrites expressions.
 
-In the rewritten function a value is a Python number if all lanes have the same, else a NumPy array
-over the lanes. `if`, `while`, `and`, `or` and conditional expressions decide by one value in
-Python. If that value is an array, the rewritten function calls `flow.py`. Each branch then runs for
-the lanes that take it, under a mask, and its assignments are merged with the other lanes' values.
-Lanes that disagree on a `break`, `continue` or `return` need the function's other version, in which
-the lanes that have left are masked out (`masked`). In the kernels of this package, such lanes go on
-as separate groups instead.
-Operators, calls and subscripts are not changed, since NumPy arrays and the emulator's arrays define
-them.
+In the rewritten function a value is a Python number if it is equal in all lanes, else a NumPy array
+over the lanes. In Python, one value decides in `if`, `while`, `and`, `or` and conditional
+expressions. If this value is an array, the rewritten function calls `flow.py`. Each branch then
+runs under a mask, for the lanes that take it. Its assignments are merged with the other lanes'
+values. Operators, calls and subscripts stay unchanged, since NumPy arrays and the emulator's arrays
+define them.
 
-Names that begin with `_fa_` are the emulator's. Line numbers are the line numbers of the source.
+Lanes may disagree on a `break`, `continue` or `return`. In functions outside of this package, they
+then use a second version of the function (`masked`), in which the lanes that have left are masked
+out. In functions of this package, and in kernels with mbarriers, such lanes form separate groups
+instead.
+
+Names that begin with `_fa_` are the emulator's. The rewritten code keeps the line numbers of the
+source.
 """
 
 from __future__ import annotations
@@ -45,11 +47,12 @@ from .syntax import (
     when,
 )
 
+# Cache: maps (id of the code, masked) to the code, the rewritten code and the names it takes.
 _rewritten: dict[tuple[int, bool], tuple[CodeType, CodeType, frozenset[str]]] = {}
 
 
 def rewritten(code: CodeType, masked: bool = False) -> tuple[CodeType, frozenset[str]]:
-    """Return the rewritten code of a function, and the names that it takes from outside.
+    """Return the rewritten code of a function, and the global and closure names that it reads.
 
     If `masked`, lanes may disagree on a `break`, `continue` or `return`.
 
@@ -63,6 +66,7 @@ def rewritten(code: CodeType, masked: bool = False) -> tuple[CodeType, frozenset
 
 
 def _rewrite(code: CodeType, masked: bool) -> tuple[CodeType, frozenset[str]]:
+    """Rewrite the code of a function; see `rewritten`."""
     name = code.co_name
     place = f"function {name} ({code.co_filename}, line {code.co_firstlineno})"
     found = definition(code)
@@ -86,7 +90,7 @@ def _rewrite(code: CodeType, masked: bool) -> tuple[CodeType, frozenset[str]]:
 
 
 def _names(code: CodeType, mentioned: set[str]) -> set[str]:
-    """Return those of the mentioned names that the code takes from outside."""
+    """Return which of the mentioned names the code reads from outside of the function."""
     names = mentioned.intersection(code.co_names).difference(code.co_varnames, code.co_cellvars)
     names = names.difference(code.co_freevars)
     for constant in code.co_consts:
@@ -96,10 +100,14 @@ def _names(code: CodeType, mentioned: set[str]) -> set[str]:
 
 
 class _Unsupported(Exception):
+    """Raised for a statement that the emulator does not support. The argument names it."""
+
     pass
 
 
 def _refused(what: str) -> Any:
+    """Return a visitor's method that raises `_Unsupported` with the text `what`."""
+
     def visit(self: Any, node: ast.AST) -> ast.AST:
         raise _Unsupported(what)
 
@@ -107,7 +115,11 @@ def _refused(what: str) -> Any:
 
 
 class _Function(Expressions):
-    """The visitor that rewrites one function."""
+    """The visitor that rewrites one function.
+
+    `depth` is the number of branches and loops around the current statement. `masked` says whether
+    lanes may disagree on a `break`, `continue` or `return`.
+    """
 
     def __init__(self, node: ast.FunctionDef, masked: bool) -> None:
         super().__init__(node)
@@ -116,7 +128,7 @@ class _Function(Expressions):
         self.masked = masked and any(isinstance(each, LEAVING) for each in ast.walk(node))
 
     def rewritten(self) -> ast.FunctionDef:
-        """Return the rewritten function."""
+        """Return the syntax tree of the rewritten function."""
         node = self.node
         parameters = {arg.arg for arg in ast.walk(node.args) if isinstance(arg, ast.arg)}
         assigned = sorted(assigned_within(node.body) - parameters)
@@ -143,11 +155,11 @@ class _Function(Expressions):
         return node
 
     def at(self, place: ast.AST, node: ast.AST) -> ast.AST:
-        """Return `node` on the line of `place` if it has no line; its parts follow at the end."""
+        """Give `node` the line number of `place` if it has none, and return `node`."""
         return node if hasattr(node, "lineno") else ast.copy_location(node, place)
 
     def block(self, statements: list[ast.stmt]) -> list[ast.stmt]:
-        """Return the rewritten statements."""
+        """Return the rewritten statements of a list of statements."""
         made: list[ast.stmt] = []
         taken = 0
         for n, statement in enumerate(statements):
@@ -162,7 +174,7 @@ class _Function(Expressions):
             new = new if isinstance(new, list) else [new]
             rest = statements[n + 1 :]
             if self.masked and rest and leaves([statement]):
-                # Lanes may have left: the others go on, if there are any.
+                # Lanes may have left: continue with the others, if there are any.
                 mask = self.temporary("m")
                 left = exits("settle", runtime(mask))
                 new = [assign(runtime(mask, True), context("mask")), *new]
@@ -175,7 +187,7 @@ class _Function(Expressions):
         return made
 
     def inner(self, statements: list[ast.stmt]) -> list[ast.stmt]:
-        """Return the rewritten statements of a branch or loop."""
+        """Return the rewritten statements of the body of a branch or loop."""
         self.depth += 1
         made = self.block(statements) or [ast.Pass()]
         self.depth -= 1
@@ -202,11 +214,11 @@ class _Function(Expressions):
         return made
 
     def store(self, target: ast.expr, value: ast.expr) -> list[ast.stmt]:
-        """Return statements for `target = value`, for the lanes of the mask."""
+        """Return statements for `target = value`, which assign in the lanes of the mask only."""
         if isinstance(target, ast.Subscript):
             return [assign(self.visit(target), value)]
         if isinstance(target, ast.Name) and self.depth:
-            # The name tells `source_lines.assigned_name` what a new array is called.
+            # `source_lines.assigned_name` finds the name of a new array in this name.
             new = f"new_{target.id}"
             merged = call("merge", context("mask"), ast.Name(target.id, ast.Load()), runtime(new))
             every: ast.expr = is_same(context("mask"), runtime("entry"))
@@ -217,12 +229,12 @@ class _Function(Expressions):
         if isinstance(target, (ast.Tuple, ast.List)) and (
             self.depth or not all(isinstance(each, ast.Name) for each in target.elts)
         ):
-            # The name of a place tells `source_lines.assigned_name` the name of its target.
-            places = [f"{self.temporary('t')}_{getattr(x, 'id', '')}" for x in target.elts]
-            whole = ast.Tuple([runtime(each, True) for each in places], ast.Store())
+            # `source_lines.assigned_name` finds the target's name in the temporary variable's name.
+            names = [f"{self.temporary('t')}_{getattr(x, 'id', '')}" for x in target.elts]
+            whole = ast.Tuple([runtime(each, True) for each in names], ast.Store())
             made: list[ast.stmt] = [assign(whole, value)]
-            for each, place in zip(target.elts, places, strict=True):
-                made += self.store(each, runtime(place))
+            for each, name in zip(target.elts, names, strict=True):
+                made += self.store(each, runtime(name))
             return made
         return [assign(target, value)]
 
@@ -240,19 +252,23 @@ class _Function(Expressions):
         if not isinstance(target, ast.Subscript):
             raise _Unsupported("an assignment to an attribute")
         array, index = self.visit(target.value), self.visit(target.slice)
-        place, key = self.temporary("t"), self.temporary("t")
-        one = ast.Subscript(runtime(place), runtime(key), ast.Load())
+        owner, key = self.temporary("t"), self.temporary("t")
+        one = ast.Subscript(runtime(owner), runtime(key), ast.Load())
         return [
-            assign(runtime(place, True), array),
+            assign(runtime(owner, True), array),
             assign(runtime(key, True), index),
             assign(
-                ast.Subscript(runtime(place), runtime(key), ast.Store()),
+                ast.Subscript(runtime(owner), runtime(key), ast.Store()),
                 self.operation(one, node.op, value),
             ),
         ]
 
     def in_turn(self, chain: list[ast.AugAssign]) -> list[ast.stmt]:
-        """Return statements for a chain of multiply-adds; one by one if arrays may share memory."""
+        """Return statements for a chain of multiply-adds.
+
+        If the chain reads arrays, it is one call for a LocalArray, which shares no memory with
+        other arrays. For other arrays, the multiply-adds are executed one by one.
+        """
         if not any(isinstance(x, ast.Subscript) for c in chain[1:] for x in ast.walk(c.value)):
             return self.multiply_adds(chain)
         array = copy.deepcopy(chain[0].target.value)  # type: ignore[union-attr]
@@ -260,7 +276,7 @@ class _Function(Expressions):
         return [ast.If(class_is(array, "LocalArray"), self.multiply_adds(chain), single)]
 
     def multiply_adds(self, chain: list[ast.AugAssign]) -> list[ast.stmt]:
-        """Return one call for a chain of `array[index] += a * b`, computed one after the other."""
+        """Return one call for a chain of `array[index] += a * b`, which adds in the same order."""
         terms: list[ast.expr] = []
         for each in chain:
             assert isinstance(each.target, ast.Subscript) and isinstance(each.value, ast.BinOp)
@@ -308,7 +324,10 @@ class _Function(Expressions):
         return [ast.Expr(exits("continues"))] if self.masked else node
 
     def agreed(self, name: str, how: str = "agree") -> ast.stmt:
-        """Return a statement that replaces a variable, if it is an array, by a method's result."""
+        """Return a statement for a variable that may be an array over the lanes.
+
+        The statement replaces the array by the result of the launch's method `how`.
+        """
         one = assign(runtime(name, True), method(runtime("C"), how, runtime(name)))
         return when(class_is(runtime(name), "array"), [one])
 
@@ -335,14 +354,18 @@ class _Function(Expressions):
         return self.loop(node, ast.For(runtime(one, True), iterated, body, node.orelse))
 
     def body(self, node: ast.While | ast.For) -> list[ast.stmt]:
-        """Return the rewritten body of a loop, which ends when all its lanes have left it."""
+        """Return the rewritten body of a loop. The loop ends when all its lanes have left it."""
         if not (self.masked and leaves(node.body)):
             return self.inner(node.body)
         last = when(negated(exits("again")), [ast.Break()])
         return [ast.Expr(exits("enter")), *self.inner(node.body), last]
 
     def loop(self, node: ast.While | ast.For, made: ast.While | ast.For) -> list[ast.stmt]:
-        """Return a loop, after which all lanes go on that entered it and have not returned."""
+        """Return statements for a loop and its end.
+
+        After the loop, all lanes continue that entered the loop and have not returned. `node` is
+        the loop before rewriting, `made` the rewritten loop.
+        """
         if made.orelse:
             raise _Unsupported("the else of a loop")
         whole = self.temporary("w")

@@ -1,11 +1,16 @@
 """Launches: runs a kernel's Python function on the CPU, for all lanes at once.
 
-Thread blocks of few lanes run several at once (batches.py), other thread blocks run one after the
-other. A thread block begins as one group of lanes. Sometimes lanes of a group wait for other lanes
-of the same group, for example at a barrier under a branch. The thread block's writes are then
-undone, and it begins again with these lanes as a group of their own. Each group is a greenlet, and
-one greenlet runs until it waits or returns. When no group can run, either all threads of the block
-are at one barrier, which then opens; or the kernel has a fault, and the error says who waits where.
+If thread blocks have few lanes, several thread blocks run at the same time (batches.py). Otherwise
+the thread blocks run one after the other.
+
+A thread block begins as one group of lanes. Sometimes lanes of a group wait for other lanes of the
+same group, for example at a barrier under a branch. Then the writes of the thread block are undone,
+and the thread block begins again with the waiting lanes in a group of their own.
+
+If a thread block has several groups, each group is a greenlet, which runs until it waits or
+returns. When no group can run, there are two cases. If all threads of the thread block wait at one
+barrier, the barrier opens. Otherwise the kernel has a fault, and the error says which threads wait
+at which line.
 """
 
 from __future__ import annotations
@@ -41,9 +46,10 @@ from .source_lines import source_line
 from .trace import asked_for, started
 
 MAX_THREADS = 1024
-TURNS = 3  # groups at most that a schedule makes of a block's warps
+TURNS = 3  # most groups into which `schedule` divides the warps of a thread block
 _seed: ContextVar[int | None] = ContextVar("fa_numba_schedule", default=None)
-_one_by_one: WeakSet[Callable[..., None]] = WeakSet()  # kernels whose blocks may not run at once
+# Kernels whose thread blocks could not run at the same time in an earlier launch.
+_one_by_one: WeakSet[Callable[..., None]] = WeakSet()
 
 
 @contextmanager
@@ -92,7 +98,7 @@ def schedule(seed: int) -> Iterator[None]:
 
 
 class Launch(Products):
-    """A running launch: its thread blocks in turn, and the groups of each thread block in turn."""
+    """A running launch: decides which thread block runs next, and which of its groups of lanes."""
 
     __slots__ = (
         "args", "arrays", "function", "kernel_function", "partition", "originals", "_random",
@@ -102,23 +108,28 @@ class Launch(Products):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.arrays: list[GlobalArray] = []
-        # Which lanes belong together: threads of a number that is the same.
+        # By thread: the number of the thread's group. Lanes that had to wait for others of their
+        # group get a new number.
         self.partition = np.zeros(self.threads, np.int64)
         seed = _seed.get()
         self._random = None if seed is None else np.random.default_rng(seed)
-        self._turns = np.zeros(self.threads, np.int64)  # and in this block alone
-        self._whole: dict[int, Group] = {}  # all lanes of so many blocks
+        # By thread: a random number of `schedule`, by which groups are divided in one thread block.
+        self._turns = np.zeros(self.threads, np.int64)
+        self._whole: dict[int, Group] = {}  # by number of thread blocks: the group of all lanes
         self.originals: dict[int, CodeType] = {}
         self._grid: Grid | None = None
 
     def rebind(self) -> None:
-        """Rewrite the kernel, and all functions that it calls, for this launch."""
+        """Rewrite the kernel, and all functions that the kernel calls, for this launch."""
         self.function = Rebinder(self).function(self.kernel_function)
 
     def agree(self, value: Any) -> Any:
-        """Return a value on which a return, break or continue depends, if all lanes share it.
+        """Return a value that decides whether lanes return, break or continue, if all lanes agree.
 
-        Lanes with another value become another group, or their function is rewritten again.
+        If the lanes disagree, the thread block begins again. In functions of this package, and in
+        kernels with mbarriers, the lanes with other values then form another group (raises
+        Parting). In other functions, the function is rewritten so that lanes that have left are
+        masked out (raises Leaving).
         """
         if value.__class__ is not np.ndarray:
             return value
@@ -132,9 +143,9 @@ class Launch(Products):
             raise Leaving(frame.f_code) from None
 
     def run(self, kernel: Callable[..., None], args: Sequence[Any]) -> bool:
-        """Run all thread blocks, several at once where possible.
+        """Run all thread blocks of a kernel; return whether several ran at the same time.
 
-        Return whether several could run at once.
+        `args` are the arguments as `arguments.passed` returns them.
         """
         self.kernel_function, self.args = kernel, args
         self.rebind()
@@ -159,7 +170,10 @@ class Launch(Products):
         return together
 
     def _run_together(self, first: int, count: int) -> bool:
-        """Run several thread blocks at once. If they cannot, undo everything and return False."""
+        """Run `count` thread blocks at the same time, beginning with number `first`.
+
+        Return whether they could run at the same time. If not, all their effects are undone.
+        """
         kept = Kept(self)
         try:
             self._run_groups(first, count)
@@ -210,11 +224,18 @@ class Launch(Products):
             self._wait(AT_GRID, site, "grid.sync")
 
     def _mask_out(self, leaving: Leaving) -> None:
-        """Rewrite the kernel again: lanes of a function disagree on a return, break or continue."""
+        """Rewrite a function of the kernel again, so that its lanes may return at different times.
+
+        The same holds for break and continue. `leaving` contains the code of the function.
+        """
         diverging.add(self.originals[id(leaving.code)])
         self.rebind()
 
     def _run_block(self, number: int) -> None:
+        """Run one thread block; begin again as long as its lanes must be grouped differently.
+
+        `number` is the number of the thread block in the launch, from 1 on.
+        """
         if self._random is not None:
             warps = self._random.integers(0, TURNS, self.warps)
             self._turns = warps[np.arange(self.threads) // WARP // self.warps_together]
@@ -235,9 +256,9 @@ class Launch(Products):
             kept.restore()
 
     def _part(self, group: Group, parting: Parting) -> None:
-        """Split these lanes from the others of their group.
+        """Put the lanes of `parting` into a new group, for the next run of the thread block.
 
-        With mbarriers, split into warpgroups first.
+        A thread block with mbarriers and several warpgroups is first divided into its warpgroups.
         """
         if self._mbarriers and self.threads > WARPGROUP and not self.partition.any():
             self.partition[:] = np.arange(self.threads) // WARPGROUP
@@ -246,7 +267,10 @@ class Launch(Products):
         self.partition[group.tids[lanes]] = self.partition.max() + 1
 
     def _grouped(self, blocks: int) -> list[Group]:
-        """Return the groups of a thread block, or one group for several thread blocks."""
+        """Return the groups of one thread block, or the single group of several thread blocks.
+
+        `blocks` is the number of thread blocks that run at the same time.
+        """
         numbers = self.partition * TURNS + self._turns
         apart = dict.fromkeys(numbers.tolist()) if blocks == 1 else {}
         if len(apart) > 1:
@@ -259,7 +283,7 @@ class Launch(Products):
         return [whole]
 
     def _run_groups(self, first: int, count: int) -> None:
-        """Run `count` thread blocks from their beginning."""
+        """Run thread blocks from their beginning: `count` thread blocks from number `first` on."""
         groups = self._groups = self._grouped(count)
         self.group, self.mask, self._outer = groups[0], None, []
         self.begin_blocks(first, count)
@@ -277,6 +301,10 @@ class Launch(Products):
         self.left_over()
 
     def _take_turns(self) -> None:
+        """Let the groups of the thread block run in turn until all have returned.
+
+        Raise the error of a stalled thread block if no group can run and no barrier can open.
+        """
         groups = self._groups
         ready = self._ready = deque(groups)
         while True:
@@ -301,20 +329,25 @@ class Launch(Products):
                 raise self._stalled()
 
     def _enter(self, group: Group) -> None:
+        """Make a group the running group: restore its mask, and set `threadIdx` and `laneid`."""
         self.group, self.mask, self._outer = group, group.mask, group.outer
         cuda = self._cuda
         place = cuda.threadIdx
         place.x, place.y, place.z, cuda.laneid = group.x, group.y, group.z, group.laneid
 
     def end(self) -> None:
-        """End the groups that still wait after an error."""
+        """End the greenlets of the groups that still wait after an error."""
         for g in self._groups:
             if g.run is not None and not g.run.dead:
                 g.run.throw()
 
     def _run_group(self, group: Group) -> None:
+        """Run the kernel's function for the lanes of one group.
+
+        Errors of the kernel's own Python code get the thread block, the thread and the source line.
+        """
         try:
-            with np.errstate(all="ignore"):  # a greenlet has its own
+            with np.errstate(all="ignore"):  # each greenlet has its own error state
                 self.function(*self.args)
         except EmulatorError:
             raise
@@ -327,7 +360,7 @@ class Launch(Products):
         group.state = DONE
 
     def _exit(self) -> None:
-        """Raise if an asynchronous copy of these lanes is still in flight when they exit."""
+        """Raise SharedHazard if lanes exit while one of their asynchronous copies is in flight."""
         for copy in self.group.copies:
             lanes = np.flatnonzero(copy.pending & self.active())
             if lanes.size:
@@ -344,6 +377,7 @@ class Launch(Products):
         super()._exit()
 
     def _place(self, error: Exception) -> None:
+        """Add the thread block, the thread, the array and the source line to an error's message."""
         lane = getattr(error, "lane", None)
         lane = self.first_lane() if lane is None else lane
         thread = self.place_of(int(self.group.tids[lane]))
@@ -354,6 +388,7 @@ class Launch(Products):
             error.add_note(framed("", self.block, thread, array, line).lstrip())
 
     def _failed_line(self, trace: TracebackType | None) -> str:
+        """Return the source line of the kernel at which a traceback ends, as text."""
         line = "outside the kernel"
         while trace is not None:
             if id(trace.tb_frame.f_code) in self._codes:
@@ -363,6 +398,10 @@ class Launch(Products):
 
 
 def _extent(name: str, value: Any) -> Index3:
+    """Return the size of a grid or thread block as (x, y, z). Raise ValueError if it is not valid.
+
+    `name` is "grid" or "block", for the message.
+    """
     axes = tuple(value) if isinstance(value, (tuple, list)) else (value,)
     if not 1 <= len(axes) <= 3 or any(not isinstance(n, (int, np.integer)) or n < 1 for n in axes):
         raise ValueError(
@@ -521,6 +560,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _counted(context: Launch, arrays: list[GlobalArray], uncounted: Collection[str]) -> Counts:
+    """Return the counts of a launch that has ended, without the arrays named in `uncounted`."""
     counts = Counts(reports=list(context.reports.values()))
     counts.instructions = Counter({"load": 0, "store": 0} | context._instructions)
     for a in arrays:

@@ -1,20 +1,21 @@
-"""Shared memory that finds races, uninitialised reads and accesses out of bounds.
+"""Shared memory: arrays that find races, uninitialised reads and accesses out of bounds.
 
-Each element has a stamp of its last write, and for each warp a stamp of the warp's last read. A
-stamp is the integer clock * STAMP + code. The clock is the clock of the accessing thread's warp.
-The code says who accessed: a thread (0 to 1023), or several threads of one warp (1024 + warp). The
-clock moves on at every barrier of the thread block, at every named barrier and at every full
-`syncwarp`.
+For each element, the emulator keeps the stamp of the last write, and for each warp the stamp of the
+warp's last read. A stamp is the integer clock * STAMP + code. The clock says when the accessing
+thread's warp last synchronised. The code says who accessed: a thread (0 to 1023), or several
+threads of one warp (1024 + warp). The clock advances at every barrier of the thread block, at every
+named barrier, and at every `syncwarp` of a complete warp.
 
-Each warp has a vector clock `seen`, with one stamp for each warp. Accesses of that warp below the
-stamp happened before the present. The stamp is at least the stamp of the thread block's last
-barrier (`ctx.base`). A thread's own earlier accesses also happened before. A later reader of a warp
-replaces earlier readers of that warp, which loses no information. The order of lanes within a step
-does not matter, as stamps alone decide which accesses conflict.
+Each warp has a vector clock `seen`, with one stamp for each warp of the thread block. Accesses of
+that warp below the stamp happened before the present. The stamp is never below the stamp of the
+thread block's last barrier (`ctx.base`). A thread's own earlier accesses also happened before its
+present. A later reader of a warp may replace earlier readers of that warp without losing
+information. The order of lanes within a statement does not matter, because stamps alone decide
+which accesses conflict.
 
-The loops over lanes are compiled (checks.py). They hand undecided cases to this module, which
-goes through the lanes one by one, in one thread block at a time. If several thread blocks run at
-once, each has its own row in a buffer's arrays and its own `base`.
+The loops over lanes are compiled (checks.py). If a loop cannot decide a case, this module goes
+through the lanes one by one, with one thread block at a time. If several thread blocks run at the
+same time, each has its own row in a buffer's arrays and its own `base`.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
 
 
 def bits_of(values: np.ndarray) -> np.ndarray:
-    """Return values as integers, since the compiled loops only move them and know few types.
+    """Return the bits of values as integers, because the compiled loops know few dtypes.
 
     Parameters
     ----------
@@ -68,14 +69,23 @@ def bits_of(values: np.ndarray) -> np.ndarray:
 
 
 class SharedBuffer:
-    """Shared memory of the thread blocks that run: values and stamps of one dtype.
+    """Values and stamps of shared memory, for all elements of one dtype.
 
-    Several shared arrays may be parts of one buffer.
+    Several shared arrays may be parts of one buffer. Arrays have one row per thread block that
+    runs:
+
+        data      values, shape (blocks, length); `bits` is a view of `data` as integers
+        written   stamp of the last write of each element
+        reads     stamp of each warp's last read of each element, shape (blocks, warps, length).
+                  `Boxes` adds rows for asynchronous reads.
+        touched   stamp of the last read of each element by any warp
+        copiers, sites    for an element in flight: the thread that copies it, and the instruction
+        atomics, plain    see `checks.shared_atomic`; None without atomic operations
 
     Parameters
     ----------
     blocks : int
-        Thread blocks that run at once.
+        Thread blocks that run at the same time.
     length : int
         Number of elements.
     warps : int
@@ -94,35 +104,30 @@ class SharedBuffer:
         self.bits = bits_of(self.data)
         self.written = np.full(shape, UNWRITTEN)
         self.reads = np.zeros((blocks, warps, length), np.int64)
-        self.touched = np.zeros(shape, np.int64)  # at or above `ctx.base`: read since
-        # who copies to an element in flight, and where
+        self.touched = np.zeros(shape, np.int64)
         self.copiers = np.zeros(shape, np.int64)
         self.sites = np.zeros(shape, np.int64)
-        # With atomic operations: see `checks.shared_atomic`.
         self.atomics: np.ndarray | None = None
         self.plain: np.ndarray | None = None
 
     def clear(self, blocks: int) -> None:
         """Mark all elements as unwritten, for `blocks` new thread blocks.
 
-        Stamps of earlier thread blocks are older than any stamp of the new ones.
+        The stamps of reads may stay: they are older than any stamp of the new thread blocks.
 
         Parameters
         ----------
         blocks : int
-            Number of thread blocks that run at once.
+            Number of thread blocks that run at the same time.
         """
         self.written[:blocks] = UNWRITTEN
 
 
 class SharedArray(Unconverted):
-    """A one-dimensional array in shared memory.
+    """A one-dimensional array in shared memory, which is a part of a buffer.
 
-    In a kernel, ``s[e]`` is one access of every lane that takes part. Kernels do not call these
-    methods. The emulator calls them, and so do the functions that emulate intrinsics.
-
-    The array is a part of a buffer. Thread blocks that run at the same time may have different
-    parts.
+    In a kernel, ``s[e]`` is one access of every lane that takes part. The emulator and the
+    functions that emulate intrinsics call the methods of this class. Kernels do not.
 
     Parameters
     ----------
@@ -138,7 +143,8 @@ class SharedArray(Unconverted):
         Values of the elements. For each element the buffer also records which threads accessed the
         element last, and when. Races are found from these records.
     first : int or ndarray of int, default 0
-        Element of the buffer at which the array begins; by lane if thread blocks differ.
+        Element of the buffer at which the array begins. If thread blocks that run at the same time
+        have different parts of the buffer, it is an array over the lanes.
     axes : tuple of int, optional
         Shape under which the kernel knows the array, for messages. Default: `length`.
     """
@@ -191,7 +197,7 @@ class SharedArray(Unconverted):
         return self._read(e, 1)[0]
 
     def _only(self, index: Any) -> Any:
-        """Return the index along the only axis, from 0 on if negative numbers are allowed."""
+        """Return the index along the only axis; allowed negative numbers are replaced."""
         if index.__class__ is not tuple:
             index = (index,)
         elif len(index) != 1:
@@ -205,7 +211,7 @@ class SharedArray(Unconverted):
         return e
 
     def _slice(self, part: slice) -> SharedArray:
-        """Return a part of the array, on the same memory."""
+        """Return the part ``start:stop`` of the array, on the same memory."""
         ctx, ends = self.ctx, (part.start, part.stop, part.step)
         start, stop, step = (x if x is None else to_int(ctx.uniform_in_block(x)) for x in ends)
         start, stop = start or 0, self.length if stop is None else stop
@@ -282,6 +288,10 @@ class SharedArray(Unconverted):
         self._write(e, rows)
 
     def _read(self, e: np.ndarray, n: int, pairs: bool = True) -> np.ndarray:
+        """Return the values of n neighbouring elements from `e` on by lane, as an array (n, lanes).
+
+        `pairs` is described in `load`.
+        """
         buffer = self.buffer
         out = np.empty((n, self.ctx.group.count), buffer.data.dtype)
         for k, places in self._left(checks.shared_load, "load", e, n, bits_of(out), pairs):
@@ -293,10 +303,12 @@ class SharedArray(Unconverted):
     def _left(
         self, check: Callable[..., int], kind: str, e: np.ndarray, n: int, *last: Any
     ) -> Iterable[tuple[int, range]]:
-        """Run a compiled check, and return the lanes and elements that it leaves undecided.
+        """Run a compiled check of an access; return the lanes that the check leaves undecided.
 
-        `check` is a function of checks.py for an access of n elements of every lane. The caller
-        goes through the returned lanes one by one.
+        `check` is a function of checks.py for an access to n elements from `e` on in every lane.
+        `kind` is the kind of access for the counts. `last` are the last arguments of `check`. The
+        result contains pairs (lane, range of elements of the buffer). The caller checks these lanes
+        one by one.
         """
         ctx, buffer, group = self.ctx, self.buffer, self.ctx.group
         mask = group.everyone if ctx.mask is None else ctx.mask
@@ -316,10 +328,11 @@ class SharedArray(Unconverted):
         return ((k, range(first, first + n)) for k, first in begin)
 
     def _from(self, e: np.ndarray, n: int) -> tuple[np.ndarray, int, int]:
-        """Return positions of accesses, the element they count from, and the length.
+        """Return positions `e`, the element of the buffer from which they count, and the length.
 
-        If the array begins at different elements in different thread blocks, positions count from
-        the beginning of the buffer.
+        Usually the positions count from the beginning of the array, and the length is the array's.
+        If the array begins at different elements in different thread blocks, the returned positions
+        count from the beginning of the buffer, and the length is the buffer's.
         """
         if self.first.__class__ is not np.ndarray:
             return e, self.first, self.length
@@ -328,6 +341,7 @@ class SharedArray(Unconverted):
         return e + self.first, 0, self.buffer.data.shape[1]
 
     def _write(self, e: Any, values: np.ndarray) -> None:
+        """Store values of shape (n, lanes) to n neighbouring elements from `e` on in every lane."""
         ctx, buffer, values = self.ctx, self.buffer, self.convert(values)
         e, n = ctx.group.lanes(e), len(values)
         for k, places in self._left(checks.shared_store, "store", e, n, bits_of(values)):
@@ -335,7 +349,7 @@ class SharedArray(Unconverted):
                 self._writes(p, k)
                 buffer.written[0, p] = ctx.stamp(k)
                 buffer.data[0, p] = values[j, k]
-        if buffer.atomics is not None:  # the last write is not atomic any more
+        if buffer.atomics is not None:  # the last write was not atomic
             lanes = ctx.active()
             places = (self.first + e)[lanes] + np.arange(n)[:, None]
             buffer.atomics[ctx.group.blocks[lanes], places] = 0
@@ -397,6 +411,11 @@ class SharedArray(Unconverted):
         return old
 
     def _vector(self, lane: int, e: int, n: int) -> int:
+        """Return the element of the buffer at which a lane's access to n elements begins.
+
+        `e` is the first element in the array. Raise OutOfBounds or Misaligned if the access is not
+        allowed.
+        """
         if e < 0 or e + n > self.length:
             raise self._outside(lane, e if e < 0 else e + n - 1)
         first = self.first + e
@@ -415,6 +434,7 @@ class SharedArray(Unconverted):
     # ---- one lane after the other
 
     def _reads(self, p: int, lane: int) -> None:
+        """Check a read of element `p` of the buffer by a lane, and record it."""
         ctx, buffer = self.ctx, self.buffer
         me, warp = ctx.stamp(lane), ctx.group.warp_of[lane]
         several = ctx.starts[warp] + SEVERAL + warp
@@ -425,6 +445,7 @@ class SharedArray(Unconverted):
         buffer.reads[0, warp, p] = buffer.touched[0, p] = joined
 
     def _writes(self, p: int, lane: int) -> None:
+        """Check a write of element `p` of the buffer by a lane."""
         base, buffer = self.ctx.base[0], self.buffer
         if buffer.written[0, p] != UNWRITTEN:
             self._check(p, lane, "overwrites", self._wrote(p), [int(buffer.written[0, p])])
@@ -432,7 +453,7 @@ class SharedArray(Unconverted):
             self._check(p, lane, "overwrites", "read", buffer.reads[0, :, p].tolist())
 
     def _updates(self, lane: int, p: int) -> None:
-        """Raise the error of an atomic update, or report it."""
+        """Raise, or report, the race of an atomic update of element `p` of the buffer by a lane."""
         buffer = self.buffer
         assert buffer.atomics is not None and buffer.plain is not None
         last = int(buffer.written[0, p])
@@ -441,12 +462,16 @@ class SharedArray(Unconverted):
         self._check(p, lane, "atomically updates", "read", buffer.reads[0, :, p].tolist())
 
     def _wrote(self, p: int) -> str:
-        """Return what the last thread did that changed an element."""
+        """Return how element `p` was last changed: "wrote" or "atomically updated"."""
         atomics = self.buffer.atomics
         atomic = atomics is not None and atomics[0, p] == self.buffer.written[0, p]
         return "atomically updated" if atomic else "wrote"
 
     def _check(self, p: int, lane: int, does: str, did: str, stamps: Iterable[int]) -> None:
+        """Raise, or report, a race of a lane's access with the accesses that have these stamps.
+
+        `does` and `did` are the verbs for the message, such as "reads" and "wrote".
+        """
         base = self.ctx.base[0]
         for stamp in stamps:
             if stamp >= base and not self.ctx.ordered(stamp, lane):
@@ -455,7 +480,7 @@ class SharedArray(Unconverted):
                     raise error
                 self.ctx.race(error)
 
-    # ---- copies in flight: between issue and landing the elements belong to nobody
+    # ---- copies in flight: until a copy has landed, no thread may access its elements
 
     def depart(self, e: Any, n: int) -> np.ndarray:
         """Mark the elements that an asynchronous copy of each lane will write.
@@ -544,9 +569,10 @@ class SharedArray(Unconverted):
             raise TypeError(two_arrays(self, other))
         return self
 
-    # ---- places and words
+    # ---- messages
 
     def _element(self, p: int) -> str:
+        """Return the name of element `p` of the buffer, such as "sK[3]"."""
         place = np.unravel_index(p - self.first, self.axes) if len(self.axes) > 1 else None
         return f"{self.name}[{', '.join(map(str, place or (p - self.first,)))}]"
 
@@ -554,6 +580,10 @@ class SharedArray(Unconverted):
         return self.ctx.outside(self.name, (self.length,), index, lane)
 
     def _hazard(self, p: int, lane: int, stamp: int, does: str, did: str) -> EmulatorError:
+        """Return the error for a lane's access to element `p` after an access with this stamp.
+
+        The special stamps UNWRITTEN, READING and IN_FLIGHT have their own messages.
+        """
         ctx = self.ctx
         element = self._element(p)
         if stamp == UNWRITTEN:

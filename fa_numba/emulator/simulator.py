@@ -1,7 +1,8 @@
-"""``numba.cuda`` without its simulator, which ``NUMBA_ENABLE_CUDASIM=1`` puts in its place.
+"""Imports ``numba.cuda`` without Numba's simulator.
 
-Numba's simulator lacks most of the names that kernels use here. If the variable is set, calls run
-on the emulator of this package, also on a machine with a GPU.
+If the environment variable ``NUMBA_ENABLE_CUDASIM`` is 1, Numba replaces ``numba.cuda`` by its
+simulator, which lacks most of the names that kernels use here. If the variable is set, calls run on
+the emulator of this package, even on a machine with a GPU.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ _ADVICE = (
 
 
 def turn_off(imported: bool) -> bool:
-    """Turn Numba's simulator off if the user has asked for it, and return whether that is so.
+    """Turn Numba's simulator off if the user has asked for it; return whether the user has.
 
-    ``imported`` says whether ``numba.cuda`` is imported already. Raise ImportError if the simulator
-    is then in its place.
+    ``imported`` says whether ``numba.cuda`` was imported before. Raise ImportError if it was
+    imported as the simulator.
     """
     if not config.ENABLE_CUDASIM:
         return False

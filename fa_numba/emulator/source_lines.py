@@ -1,4 +1,7 @@
-"""The source line of an instruction, and the variable to which its result is assigned."""
+"""The source line of an instruction, and the variable to which its result is assigned.
+
+An instruction is a code object and the offset of the instruction in the bytecode.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +28,9 @@ def source_line(code: CodeType, instruction: int) -> str:
 
 @cache
 def assigned_name(code: CodeType, instruction: int) -> str | None:
-    """Return the variable to which a call's result is assigned, alone or in a tuple.
+    """Return the name of the variable to which a call's result is assigned, or None.
 
-    Return None if there is no such variable.
+    `instruction` is the offset of the call. The result may also be assigned as a part of a tuple.
     """
     above = 0  # values on the stack above the result
     for following in dis.get_instructions(code):
@@ -42,7 +45,7 @@ def assigned_name(code: CodeType, instruction: int) -> str | None:
                 return re.sub(r"^_fa_(new_|t\d+_?)", "", names[above]) or None
             above -= len(names)
         elif operation == "BUILD_TUPLE" and above < n:
-            above = n - 1 - above  # what follows unpacks it
+            above = n - 1 - above  # the following instructions unpack the tuple
         elif operation.startswith("LOAD_") or operation == "PUSH_NULL":
             above += dis.stack_effect(following.opcode, following.arg)
         elif operation == "CALL" and above >= n + 2:
@@ -53,11 +56,8 @@ def assigned_name(code: CodeType, instruction: int) -> str | None:
 
 
 def definition(code: CodeType) -> ast.FunctionDef | None:
-    """Return the syntax tree of the function with this code.
-
-    None if its source is not available.
-    """
-    first = code.co_firstlineno  # of the first decorator
+    """Return the syntax tree of the function with this code; None if there is no source."""
+    first = code.co_firstlineno  # the line of the first decorator
     lines = lines_of(code)[first - 1 :]
     block = "".join(inspect.getblock(lines)) if lines else ""
     try:

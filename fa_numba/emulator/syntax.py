@@ -1,7 +1,7 @@
 """Helpers for syntax trees, used by rewrite.py and expressions.py.
 
-They say what statements assign, where they jump and what they add, and they make calls of the
-emulator.
+Some helpers make parts of a rewritten function, such as calls of the emulator. Other helpers find
+out which names statements assign, and whether statements return, break or continue.
 """
 
 from __future__ import annotations
@@ -9,68 +9,72 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable
 
-PREFIX = "_fa_"
-# Calls that neither touch memory nor meet other threads: they may be made for lanes that go unused.
+PREFIX = "_fa_"  # of the emulator's names in a rewritten function
+# Functions that neither access memory nor wait for other threads. Lanes that do not need their
+# results may therefore call them too.
 PURE = frozenset(
     [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
     + ["float16", "float32", "float64", "int", "float", "bool", "min", "max", "abs", "len"]
 )
 OPERATORS = {ast.Div: "divide", ast.FloorDiv: "floor_divide", ast.Mod: "modulo"}
 BITWISE = (ast.BitAnd, ast.BitOr, ast.BitXor)
-# Calls that give truth values.
+# Functions that return truth values.
 TRUTHS = ("bool", *(PREFIX + name for name in ("negation", "both", "any")))
-MOST_ADDS = 8
+MOST_ADDS = 8  # multiply-adds of a chain
 LEAVING = (ast.Break, ast.Continue, ast.Return)
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 
 
 def runtime(name: str, store: bool = False) -> ast.Name:
-    """Return the name under which a rewritten function finds a name of the emulator."""
+    """Return the name in a rewritten function that refers to the emulator's name `name`."""
     return ast.Name(PREFIX + name, ast.Store() if store else ast.Load())
 
 
 def call(name: str, *args: ast.expr) -> ast.Call:
-    """Return a call of a function of the emulator."""
+    """Return a call of the emulator's function `name`."""
     return ast.Call(runtime(name), list(args), [])
 
 
 def context(name: str) -> ast.Attribute:
-    """Return an attribute of the context."""
+    """Return the attribute `name` of the launch."""
     return ast.Attribute(runtime("C"), name, ast.Load())
 
 
 def method(owner: ast.expr, name: str, *args: ast.expr) -> ast.Call:
-    """Return a call of a method."""
+    """Return a call of the method `name` of the object `owner`."""
     return ast.Call(ast.Attribute(owner, name, ast.Load()), list(args), [])
 
 
 def exits(name: str, *args: ast.expr) -> ast.Call:
-    """Return a call of a method of the function's `Exits`."""
+    """Return a call of the method `name` of the function's `Exits` object."""
     return method(runtime("exits"), name, *args)
 
 
 def assign(target: ast.expr, value: ast.expr) -> ast.Assign:
-    """Return an assignment."""
+    """Return the statement `target = value`."""
     return ast.Assign([target], value)
 
 
 def set_mask(value: ast.expr) -> ast.Assign:
-    """Return an assignment to the context's mask."""
+    """Return an assignment of `value` to the mask of the launch."""
     return assign(ast.Attribute(runtime("C"), "mask", ast.Store()), value)
 
 
 def is_same(value: ast.expr, other: ast.expr, negated: bool = False) -> ast.Compare:
-    """Return the comparison `value is other`, or `is not` if negated."""
+    """Return the comparison `value is other`, or `value is not other` if `negated`."""
     return ast.Compare(value, [ast.IsNot() if negated else ast.Is()], [other])
 
 
 def class_is(value: ast.expr, name: str, negated: bool = False) -> ast.Compare:
-    """Return the comparison of a value's class with a class of the emulator."""
+    """Return the expression that tests whether the class of a value is the emulator's name `name`.
+
+    If `negated`, the expression tests whether it is another class.
+    """
     return is_same(ast.Attribute(value, "__class__", ast.Load()), runtime(name), negated)
 
 
 def is_atomic(function: ast.expr) -> bool:
-    """Return whether a function is one of ``cuda.atomic``, as far as its name tells."""
+    """Return whether a called function may be a function of ``cuda.atomic``, by its name."""
     owner = function.value if isinstance(function, ast.Attribute) else None
     return "atomic" in (getattr(owner, "attr", ""), getattr(owner, "id", ""))
 
@@ -83,23 +87,23 @@ def is_negative(node: ast.expr) -> bool:
 
 
 def negated(value: ast.expr) -> ast.UnaryOp:
-    """Return `not value`."""
+    """Return the expression `not value`."""
     return ast.UnaryOp(ast.Not(), value)
 
 
 def when(test: ast.expr, body: list[ast.stmt]) -> ast.If:
-    """Return an `if` without `else`."""
+    """Return an `if` statement without `else`."""
     return ast.If(test, body, [])
 
 
 def blocks(node: ast.stmt) -> list[list[ast.stmt]]:
-    """Return the lists of statements inside a statement."""
+    """Return the lists of statements inside a statement, such as the body of a loop."""
     found = [getattr(node, name, []) for name in ("body", "orelse", "finalbody")]
     return [] if isinstance(node, DEFINITIONS) else found
 
 
 def leaves(statements: Iterable[ast.stmt], kinds: tuple[type, ...] = LEAVING) -> bool:
-    """Return whether there is a `return`, or a `break` or `continue` of an outer loop."""
+    """Return whether statements contain a `return`, or a `break` or `continue` of an outer loop."""
     return any(
         isinstance(node, kinds)
         or any(
@@ -111,12 +115,15 @@ def leaves(statements: Iterable[ast.stmt], kinds: tuple[type, ...] = LEAVING) ->
 
 
 def returns(statements: Iterable[ast.stmt]) -> bool:
-    """Return whether there is a `return` in the statements."""
+    """Return whether statements contain a `return`."""
     return leaves(statements, (ast.Return,))
 
 
 def assigned_within(statements: Iterable[ast.stmt], within: bool = False) -> set[str]:
-    """Return the names that are assigned in statements inside other statements."""
+    """Return the names that are assigned in statements inside `if` and loop statements.
+
+    If `within`, the statements themselves count as inside. Targets of `for` always count.
+    """
     names: set[str] = set()
     for node in statements:
         if isinstance(node, DEFINITIONS):
@@ -137,7 +144,11 @@ def assigned_within(statements: Iterable[ast.stmt], within: bool = False) -> set
 
 
 def multiply_add_chain(statements: list[ast.stmt]) -> list[ast.AugAssign]:
-    """Return the multiply-adds at the beginning that add to one array and do not read it."""
+    """Return the chain of multiply-adds with which a list of statements begins.
+
+    The chain consists of at most 8 statements `array[index] += a * b` with one array. After the
+    first, the statements contain no function calls, and do not read the array in a and b.
+    """
     found: list[ast.AugAssign] = []
     array = ""
     for each in statements:
@@ -167,7 +178,7 @@ def multiply_add_chain(statements: list[ast.stmt]) -> list[ast.AugAssign]:
 
 
 def is_pure(node: ast.expr) -> bool:
-    """Return whether a lane may evaluate an expression although it does not need the value."""
+    """Return whether lanes that do not need the value of an expression may evaluate it too."""
     for each in ast.walk(node):
         if isinstance(each, ast.Call) and not (
             isinstance(each.func, ast.Name) and each.func.id in PURE

@@ -1,4 +1,4 @@
-"""Which tile of which array moves when: accesses to global memory, in the kernel's order."""
+"""Traces: the tiles that kernels load and store, in the order of their accesses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .context import Context
 
 KINDS = ("load", "store", "atomic")
-_STEP = re.compile(r"#\s*((?:Alg\. \d|FA-\d).*)")
+_STEP = re.compile(r"#\s*((?:Alg\. \d|FA-\d).*)")  # a comment that names a line of an algorithm
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,8 @@ def trace() -> Iterator[list[TileAccess]]:
 
     The kernels must run on the emulator.
 
-    Consecutive accesses of one kernel line to one array, with no barrier between them, are one
-    entry: a tile. Thread blocks run one after the other.
+    An entry is a tile: consecutive accesses of one kernel line to one array, without a barrier
+    between them. Thread blocks run one after the other.
 
     Yields
     ------
@@ -102,7 +102,7 @@ def trace() -> Iterator[list[TileAccess]]:
 
 
 class Trace:
-    """The part of a launch that appends accesses to the list of `trace`."""
+    """The recorder of one launch: it appends accesses to the list of `trace`."""
 
     def __init__(self, context: Context, kernel: FunctionType, found: list[TileAccess]) -> None:
         self._context, self._found = context, found
@@ -115,6 +115,8 @@ class Trace:
         self, array: Any, kind: int, index: tuple[Any, ...], lengths: np.ndarray, active: np.ndarray
     ) -> None:
         """Record an access of the active lanes to `lengths` elements from `index` on.
+
+        An access that continues the last entry is added to this entry.
 
         Parameters
         ----------
@@ -173,45 +175,50 @@ class Trace:
         )
 
     def _line(self) -> int:
-        """Return the current line of the kernel, or of a function that its factory made with it."""
+        """Return the current line of the kernel, or of a function that its factory defined.
+
+        Return 0 if there is no such line.
+        """
         frame: FrameType | None = sys._getframe(2)
         while frame is not None and not self._is_own(frame.f_code):
             frame = frame.f_back
         return 0 if frame is None else frame.f_lineno
 
     def _is_own(self, code: CodeType) -> bool:
-        first = code.co_firstlineno  # without decorators, which the emulator leaves out
+        """Return whether code belongs to the kernel or to a function that its factory defined."""
+        first = code.co_firstlineno  # rewritten functions have no decorators
         return code.co_filename == self._file and any(first in lines for lines in self._own)
 
     def mark(self) -> int:
-        """Return the length of the list, for `back_to`.
+        """Return the number of entries, to which `back_to` can return.
 
         Returns
         -------
         int
-            The length.
+            The number.
         """
         return len(self._found)
 
     def back_to(self, mark: int) -> None:
-        """Forget the accesses after `mark`, as the thread block begins again.
+        """Remove the entries after `mark`, because the thread block begins again.
 
         Parameters
         ----------
         mark : int
-            A length that `mark` returned.
+            A number that the method `mark` returned.
         """
         del self._found[mark:]
         self._last = None
 
 
 def _joined(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:
+    """Return the smallest range (first, one past the last) that contains two ranges."""
     return min(a[0], b[0]), max(a[1], b[1])
 
 
 @cache
 def _step_above(file: str, number: int) -> str:
-    """Return the nearest comment at or above a line that names a line of an algorithm."""
+    """Return the nearest comment at or above a line that names a line of an algorithm, or ""."""
     for n in range(number, 0, -1):
         found = _STEP.search(linecache.getline(file, n))
         if found:
@@ -231,7 +238,7 @@ def asked_for() -> bool:
 
 
 def started(context: Context, kernel: Any) -> Trace | None:
-    """Return the trace of a new launch; None outside of `trace`.
+    """Return the recorder of a new launch; None outside of `trace`.
 
     Parameters
     ----------
@@ -243,20 +250,21 @@ def started(context: Context, kernel: Any) -> Trace | None:
     Returns
     -------
     Trace or None
-        The trace.
+        The recorder.
     """
     found = _traces.get()
     return None if found is None else Trace(context, kernel, found)
 
 
 def _lines(function: FunctionType) -> range:
+    """Return the numbers of the source lines of a function."""
     code = function.__code__
     last = max(line or 0 for *_, line in code.co_lines())
     return range(code.co_firstlineno, last + 1)
 
 
 def _made_with(kernel: FunctionType) -> list[FunctionType]:
-    """Return the functions that the kernel calls and that the kernel's own factory made."""
+    """Return the functions that a kernel calls and that the kernel's own factory defined."""
     factory, local, _ = kernel.__qualname__.rpartition("<locals>")
     cells = (cell.cell_contents for cell in kernel.__closure__ or ())
     called = [getattr(value, "py_func", None) for value in cells]

@@ -1,8 +1,8 @@
-"""The lines that a code object was compiled from, also if they were typed at a prompt.
+"""The source lines of a code object, even if they were typed at a prompt.
 
-Python keeps the lines of files and of notebooks' cells, and from Python 3.13 on also the lines that
-are typed at its prompt or follow ``-c``. In older versions, the command line and the history of the
-prompt are searched for a text that compiles to the same code.
+Python keeps the lines of files and of notebooks' cells. From Python 3.13 on, it also keeps lines
+that are typed at its prompt or follow ``-c``. In older versions, this module searches the command
+line and the history of the prompt for a text that compiles to an equal code object.
 """
 
 from __future__ import annotations
@@ -16,27 +16,31 @@ import sys
 from collections.abc import Iterator, Sequence
 from types import CellType, CodeType, FunctionType
 
-_MOST_TYPED = 2000  # lines that are searched, the last ones
+_MOST_TYPED = 2000  # number of last lines of the history that are searched
 _MOST_LINES = 100  # of a statement
-_PROMPTS = ("<stdin>", "<console>", "<python-input")  # what code is called that was typed there
-_CONTINUED = ("else:", "elif ", "except", "finally:")  # lines that begin no statement
+_PROMPTS = ("<stdin>", "<console>", "<python-input")  # file names of code typed at a prompt
+_CONTINUED = ("else:", "elif ", "except", "finally:")  # lines that continue a statement
 _FLAGS = functools.reduce(
     int.__or__, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
 )
 
 
 def lines_of(code: CodeType) -> Sequence[str]:
-    """Return the lines from the first line of the text; none if the text is not available."""
+    """Return all lines of the file or typed text that contains the code; none if not available."""
     return linecache.getlines(code.co_filename) or _typed(code, code.co_filename)
 
 
 @functools.lru_cache(maxsize=256)
 def _typed(code: CodeType, name: str) -> tuple[str, ...]:
-    """Return the lines of code in what is called ``name``; equal code may be elsewhere too."""
+    """Return the lines of a text that was typed at a prompt, and that contains the code.
+
+    `name` is the code's file name. It is an argument because equal code objects may have different
+    file names, and the result is cached.
+    """
     if not name.startswith("<"):
         return ()
     cells = tuple(CellType() for _ in code.co_freevars)
-    try:  # what Python 3.13 knows of its prompt
+    try:  # Python 3.13 keeps the lines that were typed
         lines, _ = inspect.findsource(FunctionType(code, {"__name__": "__main__"}, closure=cells))
         return tuple(lines)
     except (OSError, TypeError):
@@ -56,7 +60,7 @@ def _typed(code: CodeType, name: str) -> tuple[str, ...]:
 
 
 def _after_c() -> Iterator[str]:
-    """Yield the program of ``python -c program``, if Python was started so."""
+    """Yield the program of ``python -c program`` if Python was started in this way."""
     if sys.argv[:1] == ["-c"] and len(sys.argv) < len(sys.orig_argv):
         program = sys.orig_argv[-len(sys.argv)]  # before its own arguments
         yield f"{program.removeprefix('-c')}\n"
@@ -73,8 +77,9 @@ def _history() -> list[str]:
 
 
 def _statements(lines: Sequence[str]) -> Iterator[str]:
-    """Yield the complete statements among lines that were typed, without those that are wrong."""
-    first = begin = 0  # of what may be a statement, and of its last unindented line
+    """Yield the complete statements among typed lines, without statements that are wrong."""
+    # First line of a possible statement, and its last line without indentation.
+    first = begin = 0
     for stop, following in enumerate([*lines[1:], ""], 1):
         if following[:1].isspace() or following.startswith(_CONTINUED):
             continue
@@ -90,7 +95,7 @@ def _statements(lines: Sequence[str]) -> Iterator[str]:
 
 
 def _complete(text: str) -> bool | None:
-    """Return whether a statement is complete; None if it is wrong."""
+    """Return True for a complete statement, False for an incomplete one, None for a wrong one."""
     try:
         return codeop.compile_command(text) is not None
     except (SyntaxError, ValueError, OverflowError):
@@ -98,6 +103,7 @@ def _complete(text: str) -> bool | None:
 
 
 def _compiled(text: str, mode: str, flags: int) -> CodeType | None:
+    """Return the compiled text; None if it is wrong. `mode` and `flags` are those of `compile`."""
     try:
         return compile(text, "<typed>", mode, flags, dont_inherit=True)
     except (SyntaxError, ValueError):
@@ -105,7 +111,7 @@ def _compiled(text: str, mode: str, flags: int) -> CodeType | None:
 
 
 def _inside(code: CodeType) -> Iterator[CodeType]:
-    """Yield the code of all functions inside."""
+    """Yield the code objects of all functions inside a code object."""
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield constant

@@ -38,7 +38,7 @@ Resolve = Callable[[list[np.ndarray], np.ndarray, int], tuple[np.ndarray, ...]]
 
 
 class Waiting(Context):
-    """A context whose groups wait for each other."""
+    """The part of a launch in which groups of lanes wait for each other."""
 
     __slots__ = (
         "_hub", "_groups", "_ready", "_meetings", "_named_barriers", "_opened", "_opened_at",
@@ -52,22 +52,34 @@ class Waiting(Context):
         self._ready: deque[Group] = deque()
         self._meetings: dict[Any, Meeting] = {}
         self._named_barriers: dict[int, NamedBarrier] = {}  # by number, until they open
-        self._opened: dict[int, np.ndarray] = {}  # by number, what the last one had seen
-        self._opened_at: dict[int, Site] = {}  # and its first arrival
+        # By number of a named barrier that has opened: `NamedBarrier.seen` of its last use, and
+        # the instruction of the first arrival.
+        self._opened: dict[int, np.ndarray] = {}
+        self._opened_at: dict[int, Site] = {}
 
     # ---- groups
 
     def _wait(self, state: int, site: Site, operation: str, value: Any = None) -> None:
-        """Let other groups run until this group can go on."""
+        """Let other groups run until this group can go on.
+
+        `state` says what the group waits for. `operation` is the name of the called function, for
+        messages. `value` is the number of true predicates at a barrier, or the mask of a warp
+        collective.
+        """
         group = self.group
         group.state, group.site, group.operation, group.value = state, site, operation, value
         self._switch()
 
     def _switch(self) -> None:
+        """Return control to run.py until this group is the running group again.
+
+        A thread block's only group goes on at once if the barrier opens, else the thread block has
+        stalled.
+        """
         group = self.group
         group.mask, group.outer = self.mask, self._outer
         if group.run is None:
-            # The block's only group: nobody else can end its waiting.
+            # This is the thread block's only group: no other group can end its waiting.
             self._open_if_all_wait()
             if group.state != READY:
                 raise self._stalled()
@@ -80,7 +92,10 @@ class Waiting(Context):
         return self.mask is None or bool(self.mask.all())
 
     def _open_if_all_wait(self) -> bool:
-        """Open the thread block's barrier if all its threads wait there."""
+        """Open the thread block's barrier if all its threads wait there.
+
+        Return whether it opened.
+        """
         groups = self._groups
         first = groups[0].site
         if any(g.state != AT_BARRIER or g.site != first for g in groups):
@@ -93,16 +108,20 @@ class Waiting(Context):
         return True
 
     def _release(self) -> None:
-        """Let the groups of the thread block go on."""
+        """Let all groups of the thread block go on."""
         for g in self._groups:
             g.state = READY
 
     def _tick(self, warps: Any) -> None:
+        """Advance the clock, and begin a new present of the warps."""
         self.clock += 1
         self.starts[warps] = self.clock * STAMP
 
     def _open_barrier(self, blocks: Any = slice(None)) -> None:
-        """Record that the barrier opens, in all or some of the thread blocks that run."""
+        """Record that the barrier of thread blocks opens: it orders all accesses before and after.
+
+        `blocks` selects some of the thread blocks that run at the same time.
+        """
         self.clock += 1
         now = self.clock * STAMP
         self.base[blocks] = now if self.races != "ignore" else AFTER_ALL
@@ -114,12 +133,13 @@ class Waiting(Context):
     def barrier(self, operation: str = "syncthreads", predicate: Any = False) -> Any:
         """Wait for all threads of the thread block.
 
-        Return the number of threads whose predicate is true, by lane if thread blocks differ.
+        Return the number of threads whose predicate is true. If several thread blocks run at the
+        same time, the result is an array over the lanes.
         """
         group = self.group
-        if len(self._groups) == 1:  # of several, `_release` counts
+        if len(self._groups) == 1:  # with several groups, `_release` counts the instruction
             self.instruction("barrier")
-        if self.several:  # each that takes part comes with all its threads: it waits for no other
+        if self.several:  # all threads of a thread block are in this group and arrive together
             here = self.by_block(self.whole_blocks(self.active()))
             self._open_barrier(here[: self.base.size] > 0)
             if predicate is False:
@@ -136,10 +156,12 @@ class Waiting(Context):
     def collective(
         self, operation: str, mask: Any, values: tuple[Any, ...], resolve: Resolve
     ) -> tuple[np.ndarray, ...]:
-        """Wait for the lanes in `mask`; return what `resolve` returns, by lane.
+        """Wait for the lanes in `mask`; return the results of `resolve` by lane.
 
-        `resolve(values, present, mask)` takes arrays (warps, 32). Lanes that are not `present` have
-        no value. It returns a tuple of such arrays, which may be empty.
+        `operation` is the name of the called function, for messages. `values` are the operands,
+        each a number or an array over the lanes. ``resolve(values, present, mask)`` computes the
+        results of complete warps. It takes and returns arrays of shape (warps, 32). `present` says
+        which lanes take part; other lanes have no value.
         """
         group = self.group
         mask = self.uniform(mask) & FULL
@@ -173,14 +195,18 @@ class Waiting(Context):
         return self._meet(operation, mask, arrays, here, wanted, resolve)
 
     def _lanes_of(self, warps: np.ndarray) -> np.ndarray:
-        """Return which lanes the warps have, as (warps, 32)."""
+        """Return which of the 32 lanes of each warp exist, as a bool array (warps, 32)."""
         return warps[:, None] * WARP % PITCH + np.arange(WARP) < self.threads
 
     def _meet(
         self, operation: str, mask: int, arrays: list[np.ndarray], here: np.ndarray,
         wanted: np.ndarray, resolve: Resolve,
     ) -> tuple[np.ndarray, ...]:  # fmt: skip
-        """Complete a collective whose lanes are in several groups."""
+        """Complete a collective whose lanes are in several groups; return the results by lane.
+
+        All arrays have the shape (warps, 32). `arrays` are the operands of this group's lanes,
+        `here` says which of its lanes take part, and `wanted` which lanes the collective waits for.
+        """
         group, site = self.group, self.site()
         found: list[Meeting | None] = []
         for n, warp in enumerate(group.warps.tolist()):
@@ -217,7 +243,10 @@ class Waiting(Context):
         return tuple(map(self.group.of_warps, results))
 
     def sync_warp(self, mask: Any) -> None:
-        """Wait for lanes of the warp (`syncwarp`); if all lanes take part, order their accesses."""
+        """Wait for the lanes in `mask` (`syncwarp`).
+
+        If all lanes of the warp take part, the call orders their accesses.
+        """
         self.instruction("barrier")
         group = self.group
 
@@ -237,15 +266,18 @@ class Waiting(Context):
     def named_barrier(self, operation: str, barrier: Any, threads: Any, waits: bool) -> None:
         """Arrive at a named barrier of `threads` threads, and wait there if `waits` is set.
 
-        This is bar.sync, or bar.arrive without `waits`. All lanes of a warp arrive together. The
-        barrier opens when warps with that many threads have arrived, and can then be used again.
-        All earlier accesses of these warps happened before the later accesses of the waiting warps.
-        Arriving does not order anything for the warp that arrives, not even among its lanes. A
-        barrier at which no warp waits need not open.
+        The instruction is bar.sync if `waits` is set, else bar.arrive. All lanes of a warp arrive
+        together. The barrier opens when `threads` threads have arrived, and can then be used again.
+        All earlier accesses of the arrived warps happened before the later accesses of the waiting
+        warps. Arriving without waiting orders nothing for the warp, not even the accesses of its
+        own lanes. If no warp waits at a barrier, the barrier may stay closed.
 
-        Raises BarrierMisuse in three cases: the lanes of a warp, or the warps at a barrier,
-        disagree; a warp arrives again before the barrier has opened; nothing orders a warp's
-        arrival after the barrier's last use, so that it could be taken for a part of that use.
+        Raises BarrierMisuse in three cases:
+
+        - the lanes of a warp, or the warps at a barrier, pass different arguments;
+        - a warp arrives again before the barrier has opened;
+        - nothing orders the arrival after the barrier's previous use. The arrival could then count
+          for the previous use.
         """
         if self.several:
             raise OneByOne
@@ -253,7 +285,7 @@ class Waiting(Context):
         group = self.group
         if waits:
             if barrier.__class__ is np.ndarray and self._warps_agree(barrier):
-                barrier = self.uniform(barrier)  # each waits at its own
+                barrier = self.uniform(barrier)  # warps with another barrier form another group
             if not self._all_here():
                 raise Parting(self.active())
         named: dict[int, NamedBarrier] = {}
@@ -287,6 +319,11 @@ class Waiting(Context):
         return len(set(zip(warps, values, strict=True))) == len(set(warps))
 
     def _wait_named(self, operation: str, barrier: Any, named: dict[int, NamedBarrier]) -> None:
+        """Wait until the named barriers at which this group's warps have arrived are open.
+
+        `named` maps a warp to its barrier. It is empty if another group with lanes of the same
+        warps completed the call.
+        """
         group = self.group
         which = named.values() or [
             n for n in self._named_barriers.values() if set(group.warps.tolist()) & set(n.arrived)
@@ -298,7 +335,10 @@ class Waiting(Context):
                 self._wait(AT_NAMED, self.site(), f"{operation} of barrier {number}")
 
     def _arrive(self, warp: int, barrier: int, threads: int, waits: bool) -> NamedBarrier:
-        """Record that a warp arrives at a barrier; the last one opens it."""
+        """Record that a warp arrives at a named barrier. The last arrival opens the barrier.
+
+        `barrier` is the number of the barrier. `waits` says whether the warp waits there.
+        """
         self._tick(warp)
         past = self.seen[warp].copy()
         past[warp] = self.starts[warp]
@@ -346,6 +386,7 @@ class Waiting(Context):
         return int(lanes[0]) if lanes.size else self.first_lane()
 
     def _missing(self, barrier: int) -> str:
+        """Return how many threads a named barrier waits for and how many have arrived, as text."""
         named = self._named_barriers[barrier]
         count, first = len(named.arrived) * WARP, self.line_of(named.site)
         return (
@@ -356,7 +397,10 @@ class Waiting(Context):
     # ---- who waits for whom
 
     def _stalled(self) -> EmulatorError:
-        """Return the error for a stalled thread block: who waits for whom, and where."""
+        """Return the error for a thread block in which no group can go on.
+
+        The text says which threads wait in which call at which line.
+        """
         kind: type[EmulatorError] = BarrierDivergence
         groups = self._groups
         in_warp = [g for g in groups if g.state == AT_WARP]
@@ -393,7 +437,7 @@ class Waiting(Context):
         return self.fault_at(kind, f"{text}{self._waiters()}", int(g.tids[0]), g.site)
 
     def _deserted(self, group: Group) -> list[int]:
-        """Return warps in which `group` waits in a collective for a lane that is elsewhere."""
+        """Return the warps of `group` that wait in a collective for lanes that are elsewhere."""
         for other in self._groups:
             shared = np.isin(other.warp_of, group.warps)
             named = shared & (group.value >> other.tids % WARP & 1 != 0)
@@ -403,6 +447,7 @@ class Waiting(Context):
         return []
 
     def _waiters(self) -> str:
+        """Return a line of text for each state of threads: which threads, and where they wait."""
         where: dict[str, list[int]] = {}
         states: list[tuple[int, str]] = []
         for g in self._groups:
@@ -415,6 +460,7 @@ class Waiting(Context):
         return "".join(f"\n  {self._names(tids)}: {text}" for text, tids in where.items())
 
     def _names(self, tids: list[int]) -> str:
+        """Return the indices of up to four threads as text, and the number of threads if more."""
         names = [self.thread_name(tid) for tid in tids[:4]]
         more = f", ... ({len(tids)} threads)" if len(tids) > 4 else ""
         return f"thread{'s' if len(tids) > 1 else ''} {', '.join(names)}{more}"

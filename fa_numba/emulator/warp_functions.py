@@ -14,14 +14,17 @@ BITS = 1 << np.arange(WARP, dtype=np.int64)
 
 
 class WarpFunctions:
-    """The part of the emulator's `cuda` for values of other lanes of a warp."""
+    """The part of the emulator's `cuda` in which lanes of a warp exchange values.
+
+    `mask` has one bit for each lane of the warp that makes the call.
+    """
 
     _context: Any
     laneid: Any
     warpsize = WARP
 
     def shfl_sync(self, mask: int, value: Any, src_lane: Any) -> Any:
-        """Return the value of another lane of the warp."""
+        """Return the value of lane `src_lane` of the warp."""
         return self._shuffle("shfl_sync", mask, value, to_int(src_lane) % WARP)
 
     def shfl_xor_sync(self, mask: int, value: Any, lane_mask: Any) -> Any:
@@ -29,25 +32,36 @@ class WarpFunctions:
         context = self._context
         plain = value.__class__ is np.ndarray and lane_mask.__class__ is int and mask == FULL
         if plain and 0 <= lane_mask < WARP and context.whole_warps():
-            context.instruction("shuffle")  # nobody waits, and every lane is there
+            context.instruction("shuffle")  # no lane waits: all lanes of the warp are here
             return value[context.group.crossed(lane_mask)]
         return self._shuffle("shfl_xor_sync", mask, value, self.laneid ^ to_int(lane_mask))
 
     def shfl_up_sync(self, mask: int, value: Any, delta: Any) -> Any:
-        """Return the value of the lane that is `delta` lanes before, else the lane's own value."""
+        """Return the value of the lane `delta` lanes before this lane.
+
+        If there is no such lane, return the lane's own value.
+        """
         source = self._lanes() - to_int(delta)
         return self._shuffle("shfl_up_sync", mask, value, np.where(source < 0, self.laneid, source))
 
     def shfl_down_sync(self, mask: int, value: Any, delta: Any) -> Any:
-        """Return the value of the lane that is `delta` lanes after, else the lane's own value."""
+        """Return the value of the lane `delta` lanes after this lane.
+
+        If there is no such lane, return the lane's own value.
+        """
         source = self._lanes() + to_int(delta)
         inside = np.where(source >= WARP, self.laneid, source)
         return self._shuffle("shfl_down_sync", mask, value, inside)
 
     def _lanes(self) -> np.ndarray:
+        """Return each lane's number in its warp, as an array."""
         return self._context.group.lanes(self.laneid)
 
     def _shuffle(self, operation: str, mask: int, value: Any, source: Any) -> Any:
+        """Return the value of lane `source` of the warp. Raise if that lane does not take part.
+
+        `operation` is the name of the function, for messages.
+        """
         context = self._context
         context.instruction("shuffle")
 
@@ -92,6 +106,11 @@ class WarpFunctions:
         return self._vote("ballot_sync", mask, predicate, lambda v, here: (v & here) @ BITS)
 
     def _vote(self, operation: str, mask: int, predicate: Any, count: Any) -> Any:
+        """Return a vote over the lanes of `mask`, equal in all lanes of a warp.
+
+        `count` computes the result of each warp. Its arguments are two bool arrays (warps, 32):
+        which predicates are true, and which lanes take part.
+        """
         context = self._context
         context.instruction("vote")
 
@@ -105,11 +124,11 @@ class WarpFunctions:
         return result
 
     def match_any_sync(self, mask: int, value: Any) -> Any:
-        """Return a number with one bit for each lane that has this lane's value."""
+        """Return a number with one bit for each lane of `mask` that has this lane's value."""
         return self._match("match_any_sync", mask, value)
 
     def match_all_sync(self, mask: int, value: Any) -> Any:
-        """Return the mask and True if all lanes of the mask have one value, else 0 and False."""
+        """Return (mask, True) if all lanes of the mask have one value, else (0, False)."""
         equal = self._match("match_all_sync", mask, value)
         everyone = self._context.group.of_warps(
             np.repeat((self._present() @ BITS)[:, None], WARP, 1)
@@ -118,6 +137,10 @@ class WarpFunctions:
         return np.where(same, equal, 0), same
 
     def _match(self, operation: str, mask: int, value: Any) -> Any:
+        """Return a number with one bit for each lane of `mask` that has this lane's value.
+
+        `operation` is the name of the function, for messages.
+        """
         context = self._context
         context.instruction("vote")
 
@@ -132,6 +155,7 @@ class WarpFunctions:
         return result
 
     def _present(self) -> np.ndarray:
+        """Return which lanes of each warp take part, as a bool array (warps, 32)."""
         group = self._context.group
         return group.in_warps(self._context.active(), False)
 
