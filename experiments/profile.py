@@ -1,8 +1,8 @@
 """Compares the emulator's counts of each kernel with the counts of a GPU's profiler.
 
-The kernels compute one head, forward and backward, at the same tiles. The counts are requests and
-sectors of global memory, wavefronts and bank conflicts of shared memory, and instructions by class.
-The hardware's counts need Nsight Compute.
+The kernels compute one head, forward and backward, at the same tiles on the emulator and on the
+GPU. The counts are requests and sectors of global memory, wavefronts and bank conflicts of shared
+memory, and instructions by class. The hardware's counts need Nsight Compute.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +28,8 @@ PROTOCOL = (
     "SASS by opcode, without regard to predicates"
 )
 
-# 10 s on the emulator; standard attention's backward pass, seven kernels, is left to the profiler.
+# The emulator takes 10 s for these sizes. The seven kernels of standard attention's backward pass
+# are not run on the emulator.
 SEQLEN, HEAD_DIM = 256, 64
 SIMT = ("standard-simt", "fa1-simt", "fa2-simt")
 MMA = ("standard-mma", "fa1-mma", "fa2-mma")
@@ -42,7 +43,10 @@ LABELS = series.LABELS | {
 
 @dataclass(frozen=True)
 class Run:
-    """One call that is profiled; its options include the tiles."""
+    """One call that is profiled: a series, a problem and a pass ("fwd" or "bwd").
+
+    `options` are the further options of the call, and contain the tiles.
+    """
 
     series: str
     problem: Problem
@@ -51,17 +55,17 @@ class Run:
 
     @property
     def case(self) -> counters.Case:
-        """Return the call for Nsight Compute."""
+        """Return the call in the form that Nsight Compute's module `counters` takes."""
         return counters.Case(self.series, self.problem, self.options, self.pass_)
 
     def columns(self, machine: str | None) -> dict[str, Any]:
-        """Return the columns of this call's rows, except metric, unit and number."""
+        """Return the columns of the rows of this call, except metric, unit and value."""
         own = {"tiles": self.options["tiles"], "pass_": self.pass_}
         return series.columns(NAME, self.series, self.problem, machine, **own)
 
 
 def runs() -> list[Run]:
-    """Return every kernel once, at the emulated device's tiles."""
+    """Return the calls to profile, one for each kernel, with the tiles for the emulated device."""
     problems = {
         unit: one_head(SEQLEN, HEAD_DIM, dtype=dtype)
         for unit, dtype in (("simt", "float32"), ("mma", "float16"))
@@ -83,7 +87,7 @@ def runs() -> list[Run]:
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
-    """Count each call on the emulator and, if possible, with Nsight Compute."""
+    """Yield the counts of each call by the emulator and, on a GPU, by Nsight Compute."""
     every = runs()
     if bench.machine is not None:
         yield from _hardware(every, bench)
@@ -100,7 +104,10 @@ def _count(run: Run, inputs: Inputs) -> Iterator[Row]:
 
 
 def _emulated(run: Run, inputs: Inputs) -> Any:
-    """Yield the emulator's counts of the call's kernels, without a forward pass before it."""
+    """Run a call on the emulator and return the emulator's counts of the call's kernels.
+
+    The counts of a backward pass do not include the forward pass before it.
+    """
     arrays = [x.astype(run.problem.dtype) for x in inputs(run.problem)]
     of = run.series, run.problem
     with device.using("emulator"):
@@ -114,7 +121,10 @@ def _emulated(run: Run, inputs: Inputs) -> Any:
 
 
 def _hardware(every: Sequence[Run], bench: Bench) -> Iterator[Row]:
-    """Yield Nsight Compute's numbers."""
+    """Yield the rows with Nsight Compute's numbers of all calls.
+
+    Yield nothing if Nsight Compute is missing or cannot be used.
+    """
     if not counters.available():
         bench.say("  no Nsight Compute (ncu) here: hardware counters are not read")
         return
@@ -149,7 +159,10 @@ Pair = tuple[float | None, float | None]  # measured, counted
 
 
 def pairs(rows: Sequence[Row]) -> dict[tuple[Place, str], Pair]:
-    """Return (measured, counted) by (place, counter), at the same tiles."""
+    """Return (measured, counted) numbers by ((series, pass), counter).
+
+    Both numbers are for the same tiles. A missing number is None.
+    """
     numbers: dict[tuple[Any, ...], float | None] = {
         (r.series, r.pass_, r.metric, r.Br, r.Bc, r.source): r.value
         for r in rows
@@ -163,20 +176,20 @@ def pairs(rows: Sequence[Row]) -> dict[tuple[Place, str], Pair]:
 
 
 def places(of: dict[tuple[Place, str], Pair]) -> list[Place]:
-    """Return the kernels in the order of FORWARD and BACKWARD."""
+    """Return the (series, pass) in a result of `pairs`, in the order of FORWARD and BACKWARD."""
     order = [*((name, "fwd") for name in FORWARD), *((name, "bwd") for name in BACKWARD)]
     return [place for place in order if any(place == at for at, _ in of)]
 
 
 def label(place: Place) -> str:
-    """Return the label of a kernel."""
+    """Return the label of a kernel, given as (series, pass)."""
     name, pass_ = place
     unit = {"simt": "fp32", "mma": "fp16"}[series.unit(name)]
     known = series.BACKWARD_LABELS if pass_ == "bwd" else LABELS
     return f"{known[name]}, {unit}{', backward' if pass_ == 'bwd' else ''}"
 
 
-# What the figure shows, a panel each.
+# Counter -> title of its panel in the figure.
 SHOWN = {
     "shared wavefronts": "shared memory:\nwavefronts",
     "sectors from L2": "L2 to L1:\nsectors of 32 bytes",
@@ -186,7 +199,7 @@ SHOWN = {
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """Draw measured over counted numbers for each kernel; None without rows."""
+    """Draw measured / counted numbers for each kernel. Return None without measured numbers."""
     of = pairs(rows)
     if not any(m is not None for m, _ in of.values()):
         return None
@@ -212,7 +225,16 @@ def draw(rows: Sequence[Row]) -> Any:
 
 
 def cell(pair: Pair, shown: Callable[[float], str] = "{:,.0f}".format) -> str:
-    """Return the counted number as text, followed by measured / counted if the two differ."""
+    """Return the text of a cell for the pair (measured, counted).
+
+    | case | text |
+    |---|---|
+    | nothing counted | a dash |
+    | counted, not measured | count (?) |
+    | equal | count |
+    | count is 0 | 0 (measured number) |
+    | different | count (x measured / count) |
+    """
     measured, count = pair
     if count is None:
         return tables.MISSING

@@ -1,9 +1,10 @@
 """Compares which operand should travel when one sequence is spread over several GPUs.
 
 This choice is the loop order of a cluster: K and V travel round the ring (FA-2's order), or Q
-travels with its results (FA-1's order). 8k to 1M rows run on all GPUs of this host, in fp16 with 16
-heads at d=128, next to one GPU, torch's context parallelism and the all-to-all of Ulysses. The
-bytes between GPUs are in closed form. A model gives the time on up to 1,024 GPUs.
+travels with its results (FA-1's order). Sequences of 8k to 1M rows run on all GPUs of this host, in
+fp16 with 16 heads at d=128. One GPU alone, torch's context parallelism and the all-to-all of
+Ulysses are measured too. The bytes between GPUs are in closed form. A model gives the time on up to
+1,024 GPUs.
 """
 
 import itertools
@@ -33,18 +34,19 @@ PROTOCOL = (
 )
 
 SEQLENS = tuple(2**n for n in range(13, 21))  # 8k to 1M
-SHORTEST = 4096  # of one GPU alone: a rank's part of the shortest
+SHORTEST = 4096  # shortest sequence of one GPU alone
 PASSES = ("fwd", "fwd+bwd")
-# The longest that a series is timed at, by pass; others would take minutes, or no memory is left.
+# The longest sequence at which all series are timed, by pass. Longer ones take minutes or too much
+# memory.
 LONGEST = {"fwd": 2**18, "fwd+bwd": 2**17}
-ALONE = 2**20  # of K and V on their way, forward
+ALONE = 2**20  # longest sequence of the forward pass in which K and V travel
 MODEL_RANKS = (2, 4, 8, 16, 64, 256, 1024)
 MODEL_SEQLEN, SHORTER = 2**26, 2**22
 SHOWN_RANKS = (16, 64, 256, 1024)
-# One direction of one GPU's link, bytes a second: 400 Gb/s, NDR InfiniBand.
+# Bytes per second in one direction of one GPU's link: 400 Gb/s, NDR InfiniBand.
 INFINIBAND = 50e9
-FILLS = 2**15  # rows from which on a part of them fills a GPU
-# What figures and tables call a series, its colour and its marks.
+FILLS = 2**15  # From this number of rows on, the part of one rank fills a GPU.
+# Series -> (name in figures and tables, colour, mark).
 LOOKS = dict(
     zip(
         SERIES,
@@ -62,7 +64,11 @@ LOOKS = dict(
 
 
 def tasks(options: Options) -> list[Task]:
-    """Return the calls to time."""
+    """Return the calls to time, for all series, passes, masks and sequence lengths.
+
+    Calls that would take minutes or too much memory are left out. Two further tasks time the link
+    between GPUs and the kernel that merges results.
+    """
     lengths = SEQLENS[:1] if options.quick else SEQLENS
     found = [
         Task(ring_ranks.LINK, 0, False, "fwd", 20),
@@ -78,14 +84,14 @@ def tasks(options: Options) -> list[Task]:
 
 
 def repeats(N: int) -> int:
-    """Return how often a call of N rows is timed."""
+    """Return how many times a call with N rows is timed."""
     if N >= 2**20:
         return 1
     return max(2, min(20, 2**18 // N))
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
-    """Time all calls over the GPUs of this host; yield bytes in closed form and sent."""
+    """Yield the sent bytes by closed forms; with several GPUs also times, memory and sent bytes."""
     yield list(_modelled())
     if bench.machine is None:
         return
@@ -100,7 +106,10 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
 
 
 def _gpus() -> int:
-    """Return the number of GPUs of this host that torch can use together."""
+    """Return the number of GPUs of this host that torch can use together.
+
+    Return 0 without torch or without NCCL.
+    """
     if not peers.available() or not peers.torch.distributed.is_nccl_available():
         return 0
     return peers.torch.cuda.device_count()
@@ -130,7 +139,7 @@ def _modelled() -> Iterator[Row]:
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """Draw the gains over one GPU and the model; None without rows."""
+    """Draw the gains over one GPU, the sent bytes, and the model. Return None without rows."""
     if not rows:
         return None
     figure, axes = style.new(2, 3, 7.4)
@@ -189,7 +198,7 @@ def _draw_bytes(ax: Any, rows: Sequence[Row]) -> None:
     ax.set_ylabel("bytes that one GPU sends")
     wanted: dict[str, Any] = {"metric": "sent", "source": "model", "causal": False}
     found = nested(rows, attrgetter("series", "pass_"), ring_rows.ranks_of, **wanted)
-    # Where both send as much, the larger marks of one are seen about the other's.
+    # The marks of one series are larger, so that both are visible where they have equal values.
     for (series, pass_), points in sorted(found.items(), reverse=True):
         hollow = {"mfc": "white"} if pass_ == "fwd+bwd" else {}
         ms = 9 if series == Q else 5
@@ -208,7 +217,7 @@ def _draw_model(ax: Any, machine: ring_rows.Measured | None, pass_: str) -> None
         style.empty(ax, "no link measured")
         return
     links = {"measured link": (machine, "-"), "InfiniBand": (_infiniband(machine), "--")}
-    # At the longer length nothing is seen below 1; its numbers are in the table.
+    # Only the shorter length is drawn: at the longer length all shares are nearly 1.
     for series, (at, ls) in itertools.product(reversed(OURS), links.values()):
         found = [
             (P, ring_rows.efficiency(at, SHORTER, P, series, True, pass_)) for P in MODEL_RANKS
@@ -225,12 +234,12 @@ def _infiniband(machine: ring_rows.Measured) -> ring_rows.Measured:
     return replace(machine, link=INFINIBAND / 1e3)
 
 
-# Lengths that the page shows; all are in the data file.
+# Lengths in the table of the page. The data file contains all lengths.
 SHOWN = (2**13, 2**15, 2**17, 2**20)
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
-    """Return the table of gains and times."""
+    """Return the table of times, gains and sent bytes, or None without measured calls."""
     times, gained = ring_rows.by_key(rows, "time"), ring_rows.gains(rows)
     right = {key: time / times[key] for key, time in ring_rows.predicted(rows).items()}
     sent = {key: moved / 1e6 for key, moved in ring_rows.by_key(rows, "sent").items()}
@@ -275,7 +284,7 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
 
 
 def _equal_bytes(rows: Sequence[Row]) -> tuple[int, int]:
-    """Return how many measured numbers of bytes equal the closed form, and how many there are."""
+    """Return two numbers: measured sent bytes that equal the closed form, and all of them."""
     found = select(rows, source="measured", metric="sent")
     same = [
         row.value == ring_rows.sent_bytes(
@@ -288,7 +297,10 @@ def _equal_bytes(rows: Sequence[Row]) -> tuple[int, int]:
 
 
 def break_even_table(rows: Sequence[Row]) -> tables.Table | None:
-    """Return the table of the ratio of keys to queries above which sending Q takes fewer bytes."""
+    """Return the table of the ratio of keys to queries at which both loop orders send equally much.
+
+    Return None without rows.
+    """
     if not rows:
         return None
     by_ranks = []
@@ -308,7 +320,10 @@ def break_even_table(rows: Sequence[Row]) -> tables.Table | None:
 
 
 def model_table(rows: Sequence[Row]) -> tables.Table | None:
-    """Return the table of the model's efficiency for long sequences on many GPUs."""
+    """Return the table of the share of the time that GPUs compute, by a model, on many GPUs.
+
+    Return None if the link between the GPUs was not measured.
+    """
     machine = ring_rows.measured(rows)
     if machine is None:
         return None

@@ -1,9 +1,10 @@
 """Measures time and peak memory over the sequence length (FlashAttention-1 paper, Fig. 3).
 
-The setting is also that of Tables 9 to 21: batch size 16, 8 heads, d=64, fp16, N=128 to 65536, with
-and without dropout and padding mask. The series are standard attention while it fits, both loop
-orders, all of torch's kernels to N=32768, torch's FA-2 beyond, and the published curves. One step
-on a sequence of N=1048576 is measured too.
+The setting is also the setting of Tables 9 to 21: batch size 16, 8 heads, d=64, fp16, N=128 to
+65536, with and without dropout and padding mask. The series are standard attention as long as
+memory suffices, both loop orders, and torch's kernels. Above N=32768, torch's FlashAttention-2 is
+the only kernel of torch. The figure contains the published curves too. A training step on one
+sequence of N=1048576 is measured too.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +32,8 @@ QUICK_SEQLENS = (128, 512)
 DROPOUT, PADDING = 0.1, 20
 PLAIN, DROPPED, MASKED = "plain", "dropout", "padding mask"
 BOTH = f"{DROPPED}, {MASKED}"
-# How the paper's tables name a setting, and the lengths measured here: a run is to be short.
+# Setting -> (the columns that identify the setting in published.csv, the measured lengths).
+# Settings with dropout or mask have fewer lengths, so that a run takes less time.
 SETTINGS = {
     PLAIN: ({"dropout": "0", "mask": "none"}, SEQLENS),
     BOTH: ({"dropout": "0.1", "mask": "padding"}, SEQLENS[:8]),
@@ -41,11 +43,13 @@ SETTINGS = {
 OURS = ("standard-mma", "fa1-mma", "fa2-mma")
 THEIRS = (peers.UNFUSED, peers.FLASH, peers.CUDNN, peers.EFFICIENT, peers.MATH)
 PASSES = ("fwd", "bwd", "fwd+bwd")
-# Beyond, of torch's kernels that of the same algorithm alone: a call takes seconds.
+# Above this length, torch's FlashAttention-2 is the only measured kernel of torch, because a call
+# takes seconds.
 ALL_TO = 32768
-# Beyond, a call takes so long that it is made once or a few times, and nothing twice.
+# Above the length REPEATED, a call is timed once or a few times, because it takes long.
 REPEATED, REPEATS, SECONDS = 8192, 10, 0.1
-# What a claim says is in reach: a training step of one batch entry, by the fastest unit.
+# A claim says that a training step at this length is possible. It has one batch entry, and the
+# fastest unit is used.
 LONGEST, LONGEST_SERIES = 2**20, "fa2-auto"
 CHECKED = Problem(2, 2, 2, 256, 256, HEAD_DIM, dtype=DTYPE)
 PROTOCOL = (
@@ -60,12 +64,15 @@ PROTOCOL = (
 
 
 def setting(seqlen: int) -> Problem:
-    """Return the paper's problem at a sequence length."""
+    """Return the problem with the paper's sizes at a sequence length."""
     return Problem(BATCH, HEADS, HEADS, seqlen, seqlen, HEAD_DIM, dtype=DTYPE)
 
 
 def given(name: str, problem: Problem) -> dict[str, Any]:
-    """Return the options of our calls in a setting: dropout, and lengths from N - 20 to N."""
+    """Return the options of our calls in the setting `name`, one of SETTINGS.
+
+    They are dropout, and the valid lengths of the sequences, from N - 20 to N.
+    """
     options: dict[str, Any] = {}
     if name in (DROPPED, BOTH):
         options |= {"dropout_p": DROPOUT, "seed": 7}
@@ -76,10 +83,10 @@ def given(name: str, problem: Problem) -> dict[str, Any]:
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row]:
-    """Measure time and peak memory of each series over the sequence length."""
+    """Yield the time and the peak memory of each series over the sequence length."""
     problems = [setting(N) for N in (QUICK_SEQLENS if options.quick else SEQLENS)]
     peers.say_missing(bench.say)
-    # A quick run is of the first two settings, which all lengths of it have.
+    # A quick run measures the first two settings, because only these have all of its lengths.
     names = list(SETTINGS)[: 2 if options.quick else None]
     work = [(p, name) for p in problems for name in names if p.seqlen_q in SETTINGS[name][1]]
     session = _Session(bench.machine, problems[-1])
@@ -90,33 +97,37 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
 
 
 def _results_bytes(problem: Problem, pass_: str) -> int:
-    """Return the bytes of a call's results; for both passes also the bytes of O and L."""
+    """Return the bytes of a call's results.
+
+    The result of the forward pass is O. The results of passes with gradients are dq, dk, dv, O and
+    the logsumexp.
+    """
     rows = problem.batch * problem.heads_q * problem.seqlen_q
     array = 2 * rows * problem.head_dim
     return array if pass_ == "fwd" else 4 * array + 4 * rows
 
 
 def input_bytes(problem: Problem, pass_: str) -> int:
-    """Return the bytes of q, k and v; for a pass with gradients also of dout."""
+    """Return the bytes of a call's inputs: q, k, v and, for passes with gradients, dout."""
     rows = problem.batch * problem.heads_q * problem.seqlen_q
     return (3 if pass_ == "fwd" else 4) * 2 * rows * problem.head_dim
 
 
 class _Session:
-    """The measurement, problem by problem, shorter ones first.
+    """The measurement of all problems, shorter problems first.
 
-    A series that fails is not tried on longer problems.
+    A series that fails is not tried on longer problems of the same setting and pass.
     """
 
     def __init__(self, machine: str, longest: Problem) -> None:
         self._machine = machine
         self._inputs = Inputs(gradient=True)
-        self._inputs(replace(longest, batch=1))  # shorter ones are given what is drawn then
+        self._inputs(replace(longest, batch=1))  # draws the numbers that shorter problems use too
         self._checked: dict[tuple[str, str], str] = {}
         self._ended: set[tuple[str, str, str]] = set()
 
     def rows(self, problem: Problem, name: str) -> Iterator[Row]:
-        """Yield the rows of all series at a problem in a setting."""
+        """Yield the rows of all series for a problem, in the setting `name` (one of SETTINGS)."""
         one = self._inputs(replace(problem, batch=1))
         host = tuple(np.broadcast_to(x, (problem.batch, *x.shape[1:])) for x in one)
         arrays = peers.repeated(one, problem.dtype, problem.batch)
@@ -128,7 +139,11 @@ class _Session:
             yield from self._series(problem, name, series, arrays, options, held)
 
     def longest(self) -> Iterator[Row]:
-        """Yield a training step of one sequence of LONGEST rows: a shorter sequence, repeated."""
+        """Yield the rows for one sequence of LONGEST rows. Its rows repeat a shorter sequence.
+
+        The result is compared with the result of the shorter sequence, at the beginning and at the
+        end.
+        """
         problem = replace(setting(SEQLENS[-1]), batch=1)
         one, N = self._inputs(problem), problem.seqlen_q
         gate = check.gate(problem, "fwd", *one)
@@ -144,7 +159,7 @@ class _Session:
         self, problem: Problem, name: str, series: str, arrays: Sequence[Any],
         options: dict[str, Any], check: calls.Check,
     ) -> Iterator[Row]:  # fmt: skip
-        if (series, name) not in self._checked:  # a small problem, with these options
+        if (series, name) not in self._checked:  # check a small problem with the same options
             of = (series, CHECKED, self._inputs(CHECKED), given(name, CHECKED))
             _, self._checked[series, name] = attempt(calls.check_once, *of)
         failure = self._checked[series, name]
@@ -157,7 +172,7 @@ class _Session:
                 checked = check if pass_ == "fwd" else None
                 call = (series, pass_, problem, arrays, options, checked, repeated)
                 found, why = attempt(self._measured, *call)
-            if why and "float64" not in why:  # nothing wrong, but no memory or no such kernel
+            if why and "float64" not in why:  # no wrong result, but no memory or no kernel
                 self._ended.add((series, name, pass_))
             timing, taken = found or (None, None)
             common = columns(NAME, series, problem, self._machine, pass_=pass_)
@@ -184,7 +199,7 @@ class _Session:
         def timed(out: Any = None) -> None:
             samples.extend(device.time_ms(lambda: run(out=out), repeats=repeats, warmup=0))
 
-        if check is None:  # a call's peak is that of several
+        if check is None:  # the peak memory of several calls equals the peak of one call
             taken = _peak(series, timed, results)
         else:
             kept: list[Any] = []
@@ -200,7 +215,7 @@ def _peak(series: str, run: Callable[[], Any], results: int) -> int:
     return calls.own_peak_bytes(run, results)
 
 
-# Panel -> what it shows, pass and setting, and the paper's table.
+# The panels of the figure: title, metric, pass, setting, table of the paper.
 PANELS = (
     ("forward + backward", "time", "fwd+bwd", PLAIN, "Table 20"),
     ("forward + backward, dropout, mask", "time", "fwd+bwd", BOTH, "Table 11"),
@@ -208,35 +223,42 @@ PANELS = (
     ("peak memory, forward + backward", "memory", "fwd+bwd", PLAIN, "Table 21"),
 )
 METHODS = {"PyTorch Attention": peers.UNFUSED, "FlashAttention": "fa1-mma"}
-UNITS = {"time": "runtime", "memory": "memory"}
+# Our metric -> the metric's name in published.csv.
+PAPER_METRICS = {"time": "runtime", "memory": "memory"}
 
 
 def paper(metric: str, pass_: str, name: str, method: str) -> dict[int, float]:
-    """Return the published numbers by sequence length."""
-    wanted = {"metric": UNITS[metric], "pass": pass_, "method": method, **SETTINGS[name][0]}
+    """Return the numbers that the paper published, as {sequence length: number}.
+
+    `metric` is "time" (ms) or "memory" (MiB), `name` one of SETTINGS, and `method` one of METHODS.
+    """
+    wanted = {"metric": PAPER_METRICS[metric], "pass": pass_, "method": method, **SETTINGS[name][0]}
     found = published_numbers.lookup(paper="fa1", **wanted)
     return {int(line["seqlen"]): float(line["value"]) for line in found}
 
 
 def shown(row: Row) -> float:
-    """Return a row's value as the figure shows it: memory includes the inputs, as in the paper."""
+    """Return the value of a row as the figure shows it.
+
+    Memory includes the inputs, as in the paper.
+    """
     if row.metric != "memory":
         return row.number
     return row.number + input_bytes(setting(row.seqlen_q), row.pass_) / 2**20
 
 
 def curve(rows: Sequence[Row], series: str, metric: str, pass_: str, name: str) -> dict[int, float]:
-    """Return the results of `shown`, by sequence length."""
+    """Return the results of `shown` for the selected rows, as {sequence length: value}."""
     mine = select(rows, series=series, metric=metric, pass_=pass_, place=name)
     return {r.seqlen_q: shown(r) for r in sorted(mine, key=lambda r: r.seqlen_q)}
 
 
-# What is drawn: the two that the paper compares, there and here, and FA-2.
+# The series that are drawn: the two series that the paper compares, and FA-2.
 _DRAWN = (peers.UNFUSED, "fa1-mma", "fa2-mma")
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """Draw time and memory over the sequence length; None without rows."""
+    """Draw time and memory over the sequence length. Return None without rows."""
     rows = [r for r in rows if r.series != LONGEST_SERIES]
     if not rows:
         return None
@@ -268,12 +290,15 @@ def draw(rows: Sequence[Row]) -> Any:
 
 
 def _alike(rows: Sequence[Row], metric: str, pass_: str, name: str) -> bool:
-    """Return whether FA-1's and FA-2's lines are within 3 %, too close to look different."""
+    """Return whether FA-1's and FA-2's values differ by less than 3 % at each length.
+
+    Such lines look like one line in the figure.
+    """
     one, two = (curve(rows, series, metric, pass_, name) for series in ("fa1-mma", "fa2-mma"))
     return bool(one) and all(N in two and abs(one[N] / two[N] - 1) < 0.03 for N in one)
 
 
-# Standard attention, torch's and ours, over the fused kernels.
+# Ratios of the tables: torch's unfused attention or our standard attention over a fused kernel.
 _PAIRS = ((peers.UNFUSED, "fa1-mma"), ("standard-mma", "fa1-mma"), (peers.UNFUSED, "fa2-mma"))
 
 
@@ -282,14 +307,14 @@ def _ratio(over: dict[int, float], under: dict[int, float], N: int) -> str:
 
 
 def _curves(rows: Sequence[Row], metric: str, pass_: str, name: str) -> dict[str, dict[int, float]]:
-    """Return our curves and torch's by series, and the paper's by method."""
+    """Return the results of `curve` by series, and the results of `paper` by method."""
     here = {s: curve(rows, s, metric, pass_, name) for s in (*OURS, *THEIRS)}
     return here | {m: paper(metric, pass_, name, m) for m in METHODS}
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
     """Return the table of a training step's time and memory, without dropout and padding."""
-    time, memory = (_curves(rows, metric, "fwd+bwd", PLAIN) for metric in UNITS)
+    time, memory = (_curves(rows, metric, "fwd+bwd", PLAIN) for metric in PAPER_METRICS)
     lengths = sorted({N for s in OURS for N in (*time[s], *memory[s])})
     if not lengths:
         return None
@@ -323,7 +348,7 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
 
 
 def settings_table(rows: Sequence[Row], seqlen: int = 4096) -> tables.Table | None:
-    """Return the table of time ratios in all settings at one sequence length."""
+    """Return the table of the ratios of times in all settings, at one sequence length."""
     lines = []
     for name in SETTINGS:
         for pass_ in ("fwd", "fwd+bwd"):
@@ -342,7 +367,7 @@ def settings_table(rows: Sequence[Row], seqlen: int = 4096) -> tables.Table | No
 
 
 def dropout_table(rows: Sequence[Row]) -> tables.Table | None:
-    """Return the table of our speed over torch's with dropout."""
+    """Return the table of torch's time / our time with dropout."""
     lines = []
     for name, peer in ((DROPPED, peers.FLASH), (BOTH, peers.UNFUSED)):
         for pass_ in PASSES:

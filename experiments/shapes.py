@@ -1,8 +1,8 @@
 """Compares our kernels with torch's at shapes and options outside the papers' settings.
 
-All calls are forward and backward in fp16, made as a user makes them. They have shared K/V heads,
-head dimensions of 32 to 256, lengths that no tile size divides, windows, softcaps, slopes, a bias,
-packed sequences, few heads, short N, or dropout.
+All calls are in fp16, forward and backward. The library chooses unit, tiles and splits. The calls
+have shared K/V heads, head dimensions of 32 to 256, lengths that no tile size divides, or few
+heads. Other calls have short N, windows, softcaps, slopes, a bias, packed sequences, or dropout.
 """
 
 import functools
@@ -31,7 +31,7 @@ NEEDS = ("GPU",)
 TAKES = ()
 AUTO = "fa2-auto"
 DROPOUT, PADDING = 0.1, 20
-# The longest problem whose gradients are computed in float64 here, and its widest window.
+# Length and window of the largest problem whose gradients are compared with float64.
 LONGEST, WIDEST = 512, 100
 REPEATS, SECONDS = 12, 0.06
 PROTOCOL = (
@@ -48,7 +48,7 @@ SERIES = (AUTO, MMA, peers.FLASH, peers.CUDNN, peers.FLEX, peers.UNFUSED)
 
 @dataclass(frozen=True)
 class Kind:
-    """A class of shapes: its name, and the kernel of torch that it is compared with."""
+    """A class of shapes: its title, and the kernel of torch with which our kernel is compared."""
 
     title: str
     peer: str = peers.FLASH
@@ -68,7 +68,12 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Point:
-    """One problem of a class, its name there, and the passes in which it is timed."""
+    """One problem of a class of shapes.
+
+    `kind` is the class, a key of KINDS, and `what` the name of the problem in the class. `passes`
+    are timed. If `beside_mma` is true and the call uses another unit than mma, the call on mma is
+    timed too.
+    """
 
     kind: str
     what: str
@@ -77,7 +82,10 @@ class Point:
     beside_mma: bool = True
 
     def given(self, problem: Problem) -> dict[str, Any]:
-        """Return the options of our calls that a problem lacks: dropout, lengths of padding."""
+        """Return the options of our calls that a `Problem` does not contain: dropout and padding.
+
+        `problem` is the point's problem, or a shorter problem for a check.
+        """
         if self.kind not in ("dropout", "padded"):
             return {}
         options: dict[str, Any] = {"dropout_p": DROPOUT, "seed": SEED}
@@ -88,7 +96,7 @@ class Point:
 
     @property
     def place(self) -> str:
-        """Return the text by which rows name the point."""
+        """Return the beginning of a row's note, which names the class and the problem."""
         return f"{self.kind}: {self.what}"
 
 
@@ -100,13 +108,13 @@ def _of(
 
 
 def _wide(N: int, d: int, **more: Any) -> Problem:
-    """Return a problem of 16k tokens and hidden dimension 2048."""
+    """Return a problem with 16k tokens (batch x N) and hidden dimension (heads x d) 2048."""
     return _of(TOKENS // N, max(1, HIDDEN // d), N, d, **more)
 
 
-# Sequences of a packed batch, 16k tokens: one long, many short.
+# Lengths of the sequences of a packed batch with 16k tokens: few long and many short sequences.
 SKEWED = (8192, 3071, 1500, 1024, 777, 512, 399, 300, 250, 129, 128, 64, 33, 5)
-# Lengths of the classes in which masks and head dimensions take turns.
+# Lengths of the classes in which the mask and the head dimension alternate.
 IN_TURN = {
     "short": (64, 128, 256, 512),
     "dropout": (512, 1024, 4096, 16384),
@@ -159,7 +167,7 @@ def _points() -> Iterator[Point]:
 
 
 def points(options: Options) -> list[Point]:
-    """Return the measured points; in a quick run the first point of every class."""
+    """Return the problems to measure; for a quick run the first problem of every class."""
     every = list(_points())
     if options.quick:
         every = list({point.kind: point for point in reversed(every)}.values())[::-1]
@@ -167,9 +175,10 @@ def points(options: Options) -> list[Point]:
 
 
 def at(point: Point, pass_: str) -> list[str]:
-    """Return the series that are measured at a point.
+    """Return the series that are measured for a point in a pass.
 
-    If "auto" chooses another unit than mma, these include the mma kernels.
+    They are our call with unit="auto" and torch's kernels. Our call on mma is included if "auto"
+    chooses another unit.
     """
     found = [AUTO]
     planned, _ = attempt(plan, AUTO, point.problem, **plan_options(pass_, point))
@@ -182,10 +191,10 @@ def at(point: Point, pass_: str) -> list[str]:
 
 
 def call_options(problem: Problem, shapes: bool = False) -> dict[str, Any]:
-    """Return the options of our call for a problem.
+    """Return the options of our call for a problem, as the public functions take them.
 
-    Windows and caps are unchanged. Slopes, a bias and ends of sequences are NumPy arrays. With
-    `shapes`, slopes and a bias are shapes, as a plan takes them.
+    Slopes, a bias and the ends of packed sequences are NumPy arrays. If `shapes` is true, slopes
+    and a bias are shapes, as `fa_numba.plan` takes them.
     """
     found: dict[str, Any] = {}
     if problem.window != (-1, -1):
@@ -210,7 +219,10 @@ def _bias(shape: tuple[int, ...]) -> np.ndarray:
 
 
 def make(series: str, pass_: str, problem: Problem, arrays: Sequence[Any]) -> Callable[..., Any]:
-    """Return a function that runs the series once on q, k, v, dout in a pass; it takes `out`."""
+    """Return a function that runs a series once in a pass. The function takes the argument `out`.
+
+    `arrays` are q, k, v and dout.
+    """
     options = flex.options_on_gpu(call_options(problem))
     if series == peers.FLEX:
         if pass_ == "fwd":
@@ -225,7 +237,7 @@ def make(series: str, pass_: str, problem: Problem, arrays: Sequence[Any]) -> Ca
 
 
 def plan_options(pass_: str, point: Point) -> dict[str, Any]:
-    """Return the further arguments of `series.plan` for a point's call."""
+    """Return the further arguments of `series.plan` for the call of a point."""
     own = {"kv_splits": "auto"} if pass_ == "fwd" else {"passes": "bwd", **backward_options(AUTO)}
     return own | call_options(point.problem, shapes=True) | point.given(point.problem)
 
@@ -233,8 +245,9 @@ def plan_options(pass_: str, point: Point) -> dict[str, Any]:
 def shorter(problem: Problem) -> Problem:
     """Return a shorter problem with one batch entry and one K/V head, for checks.
 
-    Its lengths are at most LONGEST, with an unchanged remainder modulo LONGEST / 2. A window has at
-    most WIDEST columns to the left. Packed sequences have at most half of LONGEST rows.
+    The lengths are at most LONGEST, with the same remainder modulo LONGEST / 2. A window has at
+    most WIDEST columns to the left. Of packed sequences, those with at most LONGEST / 2 rows are
+    kept.
     """
     half = LONGEST // 2
     if problem.packed:
@@ -257,7 +270,7 @@ def _shorter_packed(problem: Problem, longest: int) -> Problem:
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row]:
-    """Measure times of our series and torch's at every point."""
+    """Yield the times of our calls and torch's kernels for every problem."""
     peers.say_missing(bench.say)
     every = points(options)
     inputs = Inputs(gradient=True)
@@ -271,9 +284,9 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
 
 
 def _check(checks: calls.Checks, series: str, pass_: str, point: Point) -> calls.Check:
-    """Return the check of a point's result.
+    """Return the function that checks the result of a point's call.
 
-    Raise WrongResult if a shorter problem's result is wrong.
+    Raise WrongResult if the result of a shorter problem is wrong.
     """
     problem = point.problem
     given = point.given(problem)
@@ -298,7 +311,7 @@ def _timed(
         if planned is not None:
             common |= {"Br": planned.tiles.Br, "Bc": planned.tiles.Bc}
             said += f"; {planned.unit}"
-            splits = planned.kv_splits * planned.group_splits  # a pass has one of them
+            splits = planned.kv_splits * planned.group_splits  # one of the two factors is 1
             said += f", {splits} splits" if splits > 1 else ""
 
     def work() -> Any:
@@ -313,17 +326,21 @@ def _timed(
     return calls.time_row(timing, failure, said, **common)
 
 
-Place = tuple[Any, ...]  # class and name of a point, and its sizes
-Over = dict[str, dict[Place, float]]  # series -> place -> its time over ours by auto
+Place = tuple[Any, ...]  # (class and name of a point, sizes)
+Over = dict[str, dict[Place, float]]  # series -> place -> time / time of our call with "auto"
 
 
 def kind_of(row: Row) -> str:
-    """Return the class of shapes that a row names."""
+    """Return the class of shapes that the note of a row names."""
     return row.place.partition(":")[0]
 
 
 def ratios(rows: Sequence[Row]) -> dict[tuple[str, str], Over]:
-    """Return ratios by (class, pass), where both times were measured."""
+    """Return ratios of times as {(class, pass): {series: {place: ratio}}}.
+
+    A ratio is the time of the series / the time of our call with unit="auto". A place is a
+    problem's name and sizes.
+    """
     sizes = ("place", "batch", "heads_q", "heads_k", "seqlen_q", "seqlen_k", "head_dim", "causal")
     times = nested(rows, kind_of, "pass_", attrgetter(*sizes), "series", metric="time")
     found: dict[tuple[str, str], Over] = {}
@@ -336,7 +353,7 @@ def ratios(rows: Sequence[Row]) -> dict[tuple[str, str], Over]:
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """Draw the ratios by class; None without rows."""
+    """Draw the ratios of torch's times to our times by class. Return None without ratios."""
     found = ratios(rows)
     shown = (peers.FLASH, peers.FLEX, peers.UNFUSED, peers.CUDNN)
     every = [x for over in found.values() for s in shown for x in over.get(s, {}).values()]
@@ -381,7 +398,7 @@ def _message(found: Mapping[tuple[str, str], Over]) -> str:
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
-    """Return the table of ratios by class."""
+    """Return the table of the ratios of times by class of shapes."""
     lines = []
     for (name, pass_), over in ratios(rows).items():
         kind = KINDS[name]

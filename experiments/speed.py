@@ -2,7 +2,7 @@
 
 The setting is FA-2's: 16k tokens and hidden dimension 2048. The series are both loop orders, FA-1
 with query splits, standard attention, and FA-2 by planes of 16 bits on tensor cores. The peak
-memory besides inputs and outputs is measured too.
+memory in addition to inputs and outputs is measured too.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ draw = partial(speed_figures.draw, STUDY)
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
-    """Return the table of speeds."""
+    """Return the table of forward speeds in fp32."""
     shown = ("fa1-simt", SPLITS, "fa2-simt", "standard-simt", *STUDY.theirs)
     return speed_figures.table(
         STUDY, rows, "The table has the speed of forward calls in fp32, in TFLOP/s.", shown
@@ -40,7 +40,7 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
 
 
 def memory(rows: Sequence[Row]) -> tables.Table | None:
-    """Return the table of peak memory."""
+    """Return the table of peak memory in addition to inputs and outputs, or None without rows."""
     found = {
         (r.dtype, r.seqlen_q, r.series): r
         for r in rows
@@ -67,7 +67,7 @@ def memory(rows: Sequence[Row]) -> tables.Table | None:
 
 
 def precisions(rows: Sequence[Row]) -> tables.Table | None:
-    """Return the table of float32 in planes."""
+    """Return the table of FA-2's speeds in float32 for each value of `precision`."""
     places = nested(rows, attrgetter("pass_", "head_dim", "causal"), "series", "seqlen_q",
                     metric="speed")  # fmt: skip
     places = {at: of for at, of in places.items() if any(map(by_planes, of))}

@@ -19,7 +19,7 @@ STUDY = speeds.Study(
     passes=("bwd", "fwd+bwd"),
     ours=("standard-simt", "fa1-simt", "fa2-simt", DETERMINISTIC, *PLANES, *HOPPER_PLANES),
     theirs=peers.FLOAT32,
-    # FA-1 has one thread block a head: beyond this few blocks are left, and a call takes seconds.
+    # FA-1 has batch x heads thread blocks. Longer sequences have too few, and calls take seconds.
     fa1_longest=8192,
 )
 

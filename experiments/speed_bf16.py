@@ -27,7 +27,7 @@ STUDY = speeds.Study(
     passes=("fwd", "bwd", "fwd+bwd"),
     ours=HALF,
     theirs=(peers.FLASH, peers.CUDNN),
-    # Every second length of fp16's: the question is how far the two are apart.
+    # Every second sequence length of the measurements in fp16.
     seqlens=(512, 2048, 8192),
 )
 
@@ -35,7 +35,10 @@ measure = partial(speeds.measure, STUDY)
 
 
 def draw(rows: Sequence[Row], half: Sequence[Row] | None = None) -> Any:
-    """Draw the speed in bf16 next to the speed in fp16; None without rows."""
+    """Draw the ratio of the speed in bf16 to the speed in fp16 for each series.
+
+    `half` are the rows in fp16. Default: the recorded rows. Return None without ratios.
+    """
     store = Store(RECORDED)
     half = store.read("speed_fp16", gpu(store, "speed_fp16")) if half is None else half
     found = ratios([*rows, *half])
@@ -68,9 +71,10 @@ def draw(rows: Sequence[Row], half: Sequence[Row] | None = None) -> Any:
 
 
 def _farthest(rows: Sequence[Row]) -> tuple[Any, float, str]:
-    """Return where the ratio is farthest from 1, the ratio, and the spread of fp16's speed there.
+    """Return where the ratio bf16 / fp16 is farthest from 1, the ratio, and a text.
 
-    The spread is "p20 to p80". It is empty if it does not reach the speed in bf16.
+    The text is the range "p20 to p80" of the speed in fp16, in TFLOP/s. It is empty if the speed in
+    bf16 is outside of this range by more than NEAR.
     """
     of = _at(rows)
     place = max(of, key=lambda at: abs(math.log(of[at][0].number / of[at][1].number)))
@@ -87,12 +91,12 @@ table = partial(
 )
 
 
-# How far from fp16 bf16 may be, as a share of fp16's speed.
+# Speeds in bf16 and fp16 count as equal if they differ by at most this share.
 NEAR = 0.03
 
 
 def _at(rows: Sequence[Row]) -> dict[Any, tuple[Row, Row]]:
-    """Return the rows of speed in bf16 and in fp16 by (series, pass, N, d, mask, batch)."""
+    """Return pairs (row in bf16, row in fp16) by (series, pass, N, d, causal, batch)."""
     at = attrgetter("series", "pass_", "seqlen_q", "head_dim", "causal", "batch")
     brain, half = (
         {at(r): r for r in select(rows, metric="speed", dtype=dtype, series=STUDY.series)}
@@ -102,7 +106,10 @@ def _at(rows: Sequence[Row]) -> dict[Any, tuple[Row, Row]]:
 
 
 def ratios(rows: Sequence[Row]) -> dict[str, dict[str, list[float]]]:
-    """Return speed in bf16 over speed in fp16 at the same points, by series, then by pass."""
+    """Return the ratios of the speed in bf16 to the speed in fp16, as {series: {pass: ratios}}.
+
+    There is one ratio for each problem that was measured in both dtypes.
+    """
     found: dict[str, dict[str, list[float]]] = {}
     for (series, pass_, *_), (brain, half) in _at(rows).items():
         found.setdefault(series, {}).setdefault(pass_, []).append(brain.number / half.number)
@@ -110,7 +117,7 @@ def ratios(rows: Sequence[Row]) -> dict[str, dict[str, list[float]]]:
 
 
 def over_fp16(rows: Sequence[Row]) -> tables.Table | None:
-    """Return the table of bf16 over fp16."""
+    """Return the table of the ratios bf16 / fp16 by series and pass."""
     over = ratios(rows)
     if not over:
         return None

@@ -33,12 +33,12 @@ STUDY = speeds.Study(
 measure = partial(speeds.measure, STUDY)
 
 
-# Standard attention, both orders, FA-1 at the faster of its grids, and torch's kernels.
+# The series of the figure: standard attention, FA-1 with query splits, FA-2, and torch's kernels.
 DRAWN = ("standard-mma", MMA_SPLITS, "fa2-mma", HOPPER, peers.FLASH, peers.CUDNN)
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """Draw the speeds over the sequence length; None without rows."""
+    """Draw the forward speeds over the sequence length. Return None without rows."""
     plain = {"metric": "speed", "causal": False, "pass_": "fwd"}
     speed = values(rows, "series", "seqlen_q", "head_dim", **plain)
     over = [
@@ -52,7 +52,7 @@ def draw(rows: Sequence[Row]) -> Any:
     return speed_figures.forward(rows, DRAWN, message)
 
 
-# Published figures in this setting and dtype, each by the name of its file.
+# File name of a figure -> (paper, published figure) in this setting and dtype.
 PAPERS = {
     **{f"fa2_fig{n}": ("fa2", f"Fig. {n}") for n in (4, 5, 6, 7)},
     **{f"fa3_fig{n}": ("fa3", f"Fig. {n}") for n in (5, 6)},
@@ -66,13 +66,13 @@ table = partial(
 )
 
 
-# Series that stand for FA-2, FA-1 and PyTorch's attention in the paper's figures.
+# Our series -> index in _METHODS of the method with which the series is compared.
 _KINDS = {"fa2-mma": 0, "fa1-mma": 1, MMA_SPLITS: 1, peers.UNFUSED: 2}
 _METHODS = ("FlashAttention-2", "FlashAttention", "PyTorch")
 
 
 def paper_figures(rows: Sequence[Row]) -> tables.Table | None:
-    """Return the table that compares with the FA-2 paper's figures."""
+    """Return the table that compares our ratios of speeds with the FA-2 paper's figures."""
     speed = values(rows, "pass_", "head_dim", "causal", "seqlen_q", "series", metric="speed")
     if not speed:
         return None
@@ -119,7 +119,7 @@ def _order(curves: Sequence[Mapping[int, float]], N: int) -> list[int]:
 
 
 def hopper(rows: Sequence[Row]) -> tables.Table | None:
-    """Return the table of the series on wgmma."""
+    """Return the table of the speed of FA-2 on wgmma, divided by the speeds of other kernels."""
     peak = values(rows, "series", metric="speed").get(peers.MATMUL)
     lines = []
     at = values(rows, "pass_", "head_dim", "causal", metric="speed", series=HOPPER)
@@ -151,9 +151,10 @@ def hopper(rows: Sequence[Row]) -> tables.Table | None:
 
 
 def worst_errors(rows: Sequence[Row]) -> dict[tuple[str, str], tuple[float, float | None]]:
-    """Return by (dtype, series) the largest error, and the largest excess over torch's FA-2.
+    """Return the largest error and the largest excess, by (dtype, series).
 
-    The excess is at one problem and pass, in roundings of the dtype, if it was measured.
+    The excess is the series' error minus the error of torch's FlashAttention-2 for the same problem
+    and pass. It is in roundings of the dtype, and None if it was not measured.
     """
     found: dict[tuple[str, str], dict[tuple, float]] = {}
     for row in select(rows, metric="error"):
@@ -168,7 +169,7 @@ def worst_errors(rows: Sequence[Row]) -> dict[tuple[str, str], tuple[float, floa
 
 
 def errors(rows: Sequence[Row]) -> tables.Table | None:
-    """Return the table of errors."""
+    """Return the table of the largest errors of each series in fp16 and bf16."""
     worst, lines = worst_errors(rows), []
     for dtype, series in sorted(worst, key=lambda at: (at[0] == "bfloat16", at[1])):
         largest, excess = worst[dtype, series]

@@ -1,8 +1,8 @@
 """Shows tile by tile what both loop orders move between global memory and the chip.
 
-Time goes down. The kernels compute one head forward in fp32, and are traced on the emulator. The
-figure shows which tile of Q, K, V, O, l and m is on the chip, and where O is read and written
-again. Length, head dimension and --tiles can be chosen.
+The kernels compute one head forward in fp32, and are traced on the emulator. In the figure, time
+goes down. The figure shows which tile of Q, K, V, O, l and m is on the chip, and where O is loaded
+and stored again. Length, head dimension and --tiles can be chosen.
 """
 
 import itertools
@@ -27,12 +27,12 @@ TAKES = ("seqlens", "head_dims", "causal", "tiles")
 
 SERIES = ("fa1-simt", "fa2-simt")
 SEQLEN, HEAD_DIM, TILES = 256, 64, (64, 64)
-# More tiles of S are too fine to see.
+# If there are more tiles of S, they are too small to see.
 MOST_TILES = 1024
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
-    """Yield the bytes of each call in closed form, then the traced moves."""
+    """Yield the accesses of each call by closed forms, and then the traced moves."""
     problems = options.grid(one_head, (SEQLEN,), (HEAD_DIM,))
     sizes = itertools.product(problems, options.tiles or (TILES,), SERIES)
     work = [(series, problem, fa_numba.Tiles(*size)) for problem, size, series in sizes]
@@ -42,9 +42,9 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
 
 
 def _closed(series: str, problem: Problem, tiles: fa_numba.Tiles) -> io_model.Accesses:
-    """Return a call's closed form.
+    """Return the accesses of a call by the closed form.
 
-    Raise Refused for tiles without a kernel or too many tiles to draw.
+    Raise Refused if there is no kernel for the tiles, or if there are too many tiles to draw.
     """
     rows, columns = (-(-problem.seqlen_q // block) for block in (tiles.Br, tiles.Bc))
     if rows * columns > MOST_TILES:
@@ -77,7 +77,8 @@ def _traced(
     yield [Row(value=moved, note=note, **common) for note, moved in notes(accesses)]
 
 
-# Lanes of the figure: the arrays of a group share its lanes, a lane a tile.
+# Groups of arrays. A group has one lane of the figure per tile, and the arrays of a group share the
+# lanes.
 GROUPS = (("Q",), ("K",), ("V",), ("O",), ("l", "m", "L"))
 BLOCKS = {
     "fa1": "One thread block computes the head, one column tile j after another.",
@@ -89,7 +90,7 @@ READING = (
     "One head, forward pass, float32, CUDA cores. Time runs down: a box is as high as its bytes.\n"
     "Lines are those of Algorithm 1 in each paper. Numbers 0, 1, ... are tiles."
 )
-# What moves has the strong colours, what sits on the chip the light ones.
+# Colours of tiles on the chip, and of empty lanes. Moves have stronger colours.
 SHARED, REGISTERS, LANE = "#C3CCD5", "#F8E0BC", "#F4F4F4"
 LEGEND = {
     INPUT: "load of Q, K or V",
@@ -98,15 +99,19 @@ LEGEND = {
     SHARED: "held in shared memory",
     REGISTERS: "held in registers",
 }
-GAP, MARGIN = 0.3, 0.08  # between groups and beside them, in widths of a group
-WIDE = 0.86  # of a lane
-FEW = 8  # tiles: each has its number
-MANY = 2000  # rectangles: pixels, in an SVG too
+GAP, MARGIN = 0.3, 0.08  # distance between groups, and margin of the panel, in widths of a group
+WIDE = 0.86  # width of a tile, as a share of its lane
+FEW = 8  # up to this number of tiles, each tile is numbered
+MANY = 2000  # if there are more rectangles, they are drawn as pixels, in an SVG too
 KB = 1e3
 
 
 def colour(move: Move) -> str:
-    """Return the colour of a move: store, load of what was stored, or load of an input."""
+    """Return the colour of a move in the figure.
+
+    There are three colours: for stores, for loads of what was stored before, and for loads of
+    inputs.
+    """
     return WRITTEN if move.kind == "store" else AGAIN if move.array in IN_REGISTERS else INPUT
 
 
@@ -118,7 +123,7 @@ def _pairs(rows: Sequence[Row]) -> list[dict[str, Trace]]:
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """Draw both loop orders' tiles over time; None without rows."""
+    """Draw when the tiles of both loop orders are on the chip. Return None without rows."""
     pairs = _pairs(rows)
     if not pairs:
         return None
@@ -136,7 +141,10 @@ def draw(rows: Sequence[Row]) -> Any:
 
 
 def _panel(ax: Any, trace: Trace, longest: float, title_colour: str) -> None:
-    """Draw the lanes of one order's tiles. The clock runs down to `longest` kB in both panels."""
+    """Draw the tiles of one loop order over time, in a lane for each tile.
+
+    The vertical axis ends at `longest` kB, so that both orders' panels have one scale.
+    """
     ax.grid(False)
     ax.spines[["bottom", "left"]].set_visible(False)
     ax.set(xticks=[], yticks=[])
@@ -174,7 +182,7 @@ def _panel(ax: Any, trace: Trace, longest: float, title_colour: str) -> None:
     for held in trace.held:
         shade = REGISTERS if held.array in IN_REGISTERS else SHARED
         box(held.array, held.tile, held.start / KB, held.stop / KB, shade)
-    thin = longest / 250  # what a move too small to see is drawn as
+    thin = longest / 250  # smallest height of a drawn move
     for move in trace.moves:
         start = min(move.start / KB, move.stop / KB - thin)
         box(move.array, trace.tile(move), start, move.stop / KB, colour(move))
@@ -229,7 +237,10 @@ def _fate_of_o(trace: Trace) -> str:
 
 
 def animate(rows: Sequence[Row], note: str) -> bytes | None:
-    """Return the film of both loop orders as a GIF; None without rows."""
+    """Return the film of both loop orders as the bytes of a GIF file; None without rows.
+
+    `note` is a text that says where the traces are from.
+    """
     pairs = _pairs(rows)
     if not pairs:
         return None
@@ -237,7 +248,7 @@ def animate(rows: Sequence[Row], note: str) -> bytes | None:
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
-    """Return the table of the bytes that each loop order moves."""
+    """Return the table of the bytes that each loop order moves, by array."""
     closed: dict[tuple, int] = {}
     for row in rows:
         if row.source == "model" and not row.failed:

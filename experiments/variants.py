@@ -1,11 +1,12 @@
 """Runs fifteen variants of attention, each written as a short function, in both loop orders.
 
-The table has the accesses of both loop orders, counted and from the model, the share of tiles that
-a mask leaves, and errors against float64. The figure has a picture of each variant. On a GPU, the
-times and the compile times are compared with torch's flex_attention.
+The table has the accesses of both loop orders, counted and from the model. It also has the share of
+tiles that a mask does not hide completely, and errors against float64. The figure has a picture of
+each variant. On a GPU, the times and the compile times are compared with torch's flex_attention.
 
-Each of the first fifteen functions below is a variant. For a length N and H heads it returns the
-`score_mod` or the `mask_mod` of a call. The functions after the variants count what they cost.
+Each of the first fifteen functions below is a variant. It takes the sequence length N and the
+number of heads H. It returns a dict with one option of a call: `score_mod` or `mask_mod`. The
+functions after the variants measure the cost of each variant.
 """
 
 import math
@@ -30,62 +31,65 @@ Variant = Callable[[int, int], dict[str, Any]]
 
 
 def causal(N: int, H: int) -> dict[str, Any]:
-    """Return the causal mask."""
+    """Return a `mask_mod`: a row sees itself and the columns before it."""
     return {"mask_mod": lambda b, h, i, j: j <= i}
 
 
 def sliding_window(N: int, H: int) -> dict[str, Any]:
-    """Return a causal mask with a window of N / 8 keys."""
+    """Return a `mask_mod`: a causal mask with a window of N / 8 keys."""
     width = N // 8
     return {"mask_mod": lambda b, h, i, j: 0 <= i - j < width}
 
 
 def dilated(N: int, H: int) -> dict[str, Any]:
-    """Return a causal mask that sees every fourth key within a window of N / 2 keys."""
+    """Return a `mask_mod`: a causal mask that shows every fourth key in a window of N / 2 keys."""
     step, width = 4, N // 2
     return {"mask_mod": lambda b, h, i, j: 0 <= i - j < width and (i - j) % step == 0}
 
 
 def prefix_lm(N: int, H: int) -> dict[str, Any]:
-    """Return a causal mask in which all rows see the first quarter of the keys."""
+    """Return a `mask_mod`: a causal mask, but all rows see the first quarter of the keys."""
     prefix = N // 4
     return {"mask_mod": lambda b, h, i, j: j <= i or j < prefix}
 
 
 def documents(N: int, H: int) -> dict[str, Any]:
-    """Return the mask of documents that are packed one after the other, causal within each."""
+    """Return a `mask_mod` for four documents, one after the other. The mask is causal in each."""
     of = np.searchsorted([N // 8, N // 2, 3 * N // 4], np.arange(N), "right").astype(np.int32)
     return {"mask_mod": lambda b, h, i, j: of[i] == of[j] and j <= i}
 
 
 def alibi(N: int, H: int) -> dict[str, Any]:
-    """Return ALiBi's scores: minus a slope per head times the distance."""
+    """Return a `score_mod` for ALiBi: subtract the distance times the slope of the head."""
     slopes = (2.0 ** (-8.0 * np.arange(1, H + 1) / H)).astype(np.float32)
     return {"score_mod": lambda s, b, h, i, j: s - slopes[h] * abs(i - j)}
 
 
 def relative_positions(N: int, H: int) -> dict[str, Any]:
-    """Return scores with a bias per head and distance."""
+    """Return a `score_mod` that adds a bias for each head and each difference i - j."""
     table = np.random.default_rng(SEED).standard_normal((H, 2 * N), np.float32)
     return {"score_mod": lambda s, b, h, i, j: s + table[h, i - j + N]}
 
 
 def softcap(N: int, H: int) -> dict[str, Any]:
-    """Return scores limited by tanh."""
+    """Return a `score_mod` that limits scores to +-2 by tanh."""
     cap = 2.0
     return {"score_mod": lambda s, b, h, i, j: cap * math.tanh(s / cap)}
 
 
 def sink_tokens(N: int, H: int) -> dict[str, Any]:
-    """Return a causal window in which the first tokens stay visible (arXiv 2309.17453)."""
+    """Return a `mask_mod`: a causal window of N / 4 keys, and the first four keys.
+
+    The first keys stay visible for all later rows (arXiv 2309.17453).
+    """
     first, width = 4, N // 4
     return {"mask_mod": lambda b, h, i, j: j <= i and (j < first or i - j < width)}
 
 
 def speculated_tree(N: int, H: int) -> dict[str, Any]:
-    """Return the mask of a token tree (arXiv 2305.09781).
+    """Return a `mask_mod` for a tree of tokens (arXiv 2305.09781).
 
-    Token n follows token (n - 1) // 2, and sees the tokens that lead to it.
+    Token n follows token (n - 1) // 2. A token sees itself and all tokens on the path to it.
     """
     sees = np.eye(N, dtype=bool)
     for n in range(1, N):
@@ -94,20 +98,23 @@ def speculated_tree(N: int, H: int) -> dict[str, Any]:
 
 
 def block_diagonal(N: int, H: int) -> dict[str, Any]:
-    """Return the mask of four blocks on the diagonal."""
+    """Return a `mask_mod` that shows four square blocks on the diagonal."""
     size = N // 4
     return {"mask_mod": lambda b, h, i, j: i // size == j // size}
 
 
 def t5_buckets(N: int, H: int) -> dict[str, Any]:
-    """Return scores with a bias per distance or range of distances (arXiv 1910.10683)."""
+    """Return a `score_mod` that adds a bias for each head and range of distances.
+
+    The ranges are larger for larger distances (arXiv 1910.10683).
+    """
     table = np.random.default_rng(SEED).standard_normal((H, 16), np.float32)
     bucket = np.minimum(15, 2 * np.log2(np.arange(N) + 1)).astype(np.int32)
     return {"score_mod": lambda s, b, h, i, j: s + table[h, bucket[abs(i - j)]]}
 
 
 def two_cosines(N: int, H: int) -> dict[str, Any]:
-    """Return scores plus two cosines of the distance."""
+    """Return a `score_mod` that adds two cosines of the distance."""
     short, far = 0.8, 12.6 / N
     return {
         "score_mod": lambda s, b, h, i, j: s + math.cos(short * (i - j)) + math.cos(far * (j - i))
@@ -115,7 +122,10 @@ def two_cosines(N: int, H: int) -> dict[str, Any]:
 
 
 def neighbourhood(N: int, H: int) -> dict[str, Any]:
-    """Return the mask of nearby pixels in a square image, row by row (arXiv 2204.07143)."""
+    """Return a `mask_mod` for a square image, stored row by row: pixels see near pixels.
+
+    Pixels are near if their rows and their columns differ by at most 2 (arXiv 2204.07143).
+    """
     side, reach = math.isqrt(N), 2
     return {
         "mask_mod": lambda b, h, i, j: (
@@ -125,7 +135,7 @@ def neighbourhood(N: int, H: int) -> dict[str, Any]:
 
 
 def random_blocks(N: int, H: int) -> dict[str, Any]:
-    """Return the mask of random blocks, with the diagonal."""
+    """Return a `mask_mod` that shows random blocks and the diagonal."""
     kept, size = np.random.default_rng(SEED).random((8, 8)) < 0.3, N // 8
     return {"mask_mod": lambda b, h, i, j: kept[i // size, j // size] or i == j}
 
@@ -148,7 +158,7 @@ SEQLEN, HEADS, HEAD_DIM, TILES = 64, 2, 16, fa_numba.Tiles(8, 8)
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
-    """Count both loop orders' accesses, measure errors, and on a GPU times."""
+    """Yield the accesses and errors of both loop orders for each variant; on a GPU also times."""
     names = list(VARIANTS)[: 3 if options.quick else None]
     work = [(name, series) for name in names for series in SERIES]
     yield from bench.counted(work, "counting", _counted)
@@ -157,7 +167,7 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
 
 
 def given(name: str) -> dict[str, Any]:
-    """Return the options of a variant's call."""
+    """Return the options of the call of a variant. A `mask_mod` becomes a block mask."""
     found = VARIANTS[name](SEQLEN, HEADS)
     if "mask_mod" in found:
         sizes = (1, HEADS, SEQLEN, SEQLEN)
@@ -184,7 +194,11 @@ def _counted(name: str, series: str) -> Iterator[Row]:
 
 
 def elements(rows: Sequence[Row], metric: str = "") -> dict[str, dict[str, float]]:
-    """Return the counted elements by variant, then by series."""
+    """Return counted values as {variant: {series: value}}.
+
+    `metric` names the value. Default: loads plus stores. Variants without a value for each series
+    are left out.
+    """
     wanted = (metric,) if metric else ("loads", "stores")
     found: dict[str, dict[str, float]] = {}
     for row in select(rows, source="counted", metric=wanted, place=tuple(VARIANTS)):
@@ -194,7 +208,10 @@ def elements(rows: Sequence[Row], metric: str = "") -> dict[str, dict[str, float
 
 
 def weights(name: str) -> np.ndarray:
-    """Return P of head 0 for random scores, divided by each row's largest; NaN where hidden."""
+    """Return the weights of a variant for the picture, shape (SEQLEN, SEQLEN); NaN where hidden.
+
+    The weights are P of head 0 for random scores, divided by the largest weight of each row.
+    """
     S = np.random.default_rng(SEED).standard_normal((SEQLEN, SEQLEN))
     found = VARIANTS[name](SEQLEN, HEADS)
     for i, j in np.ndindex(*S.shape):
@@ -206,7 +223,7 @@ def weights(name: str) -> np.ndarray:
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """Draw a picture of each variant; None without rows."""
+    """Draw a picture of each variant. Return None without counts."""
     moved, visited = elements(rows), elements(rows, "visited")
     if not moved:
         return None
@@ -243,7 +260,7 @@ def draw(rows: Sequence[Row]) -> Any:
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
-    """Return the table of variants."""
+    """Return the table of accesses, visited tiles and errors by variant."""
     moved, visited, errors = elements(rows), elements(rows, "visited"), elements(rows, "error")
     lines = []
     for name, by in moved.items():

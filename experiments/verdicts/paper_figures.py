@@ -51,7 +51,7 @@ def training(series: str, name: str, metric: str, *by: str, **fields: Any) -> Qu
 
 def of_tables(name: str, method: str, metric: str, *by: str) -> Quantity:
     """Return numbers of the FA-1 paper's tables on training steps."""
-    metric = runtime_memory.UNITS[metric]
+    metric = runtime_memory.PAPER_METRICS[metric]
     return of_fa1(*by, "seqlen_q", method=method, metric=metric, **runtime_memory.SETTINGS[name][0])
 
 
