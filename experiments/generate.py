@@ -145,14 +145,14 @@ def _counted(series: str) -> Iterator[Row]:
 
     sizes = (SEQUENCES, LENGTH, PAGE_SIZE)
     pages = Cache.of(SIZES, *sizes, put, dtype, kv_splits=SPLITS, **options)
-    of: dict[str, tuple[small_model.Attend, bool]] = {
+    of: dict[str, tuple[small_model.LayerAttention, bool]] = {
         CACHE: (pages.attend, True),
         WHOLE: (whole(np.zeros(0, dtype), kv_splits=1, **options), False),
     }
     found, rows = {}, []
-    for place, (attend, cached) in of.items():
+    for place, (layer_attention, cached) in of.items():
         found[place] = prompts(text, SEQUENCES, LENGTH)
-        each = steps(w, SIZES, found[place], attend, first=PROMPT, cached=cached)
+        each = steps(w, SIZES, found[place], layer_attention, first=PROMPT, cached=cached)
         for n in range(PROMPT, LENGTH):
             with device.using("emulator"), fa_numba.count_accesses() as counts:
                 next(each)

@@ -1,16 +1,18 @@
-"""Helpers that only one experiment, or one command, needs.
+"""Modules with code that only one experiment, or one command, uses.
 
-experiment or command    modules
-cache                    lru: a model of L2
-explore                  traced_calls: what the emulator traces; explore_page, explore_panels,
-                         panels, typed_mask, walk: the order in which tiles move; explore_server
-                         serves the page
-generate                 small_model: a language model, run with a K/V cache and without one
-gpt2_table               unfused_steps: the steps of standard attention, one by one
-ladder                   ceilings: what the hardware reaches for each resource
-profile                  profiler: what a profiler counts, by the emulator or by Nsight Compute
-ring                     ring_ranks, ring_rows: its processes, its rows, a model of the time
-speed_fp16               paper_bars: a paper's speed figure with our bars
-variants                 variant_times: times on a GPU, compared with flex_attention
-commands                 compare, spills
+experiment or command   modules
+cache                   lru: a model of L2
+explore                 traced_calls: calls that the emulator traces; explore_page: the HTML
+                        file; explore_panels, panels: the panels of the page; typed_mask: a
+                        mask that a reader types; walk: the order in which tiles move;
+                        explore_server: serves the page
+generate                small_model: a language model, run with a K/V cache and without one
+gpt2_table              unfused_steps: the steps of standard attention, one by one
+ladder                  ceilings: the highest speed that the hardware reaches, by resource
+profile                 profiler: counters of the emulator and of Nsight Compute
+ring                    ring_ranks: the processes; ring_rows: rows, and a model of the time
+speed_fp16              paper_bars: a paper's speed figure together with our numbers
+variants                variant_times: times on a GPU, compared with flex_attention
+command compare         compare
+command spills          spills
 """

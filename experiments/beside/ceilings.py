@@ -1,6 +1,7 @@
-"""Speeds that no kernel on Hopper's tensor cores can exceed, each measured by its own kernel.
+"""Two speeds that no kernel on Hopper's tensor cores can exceed, measured by one kernel each.
 
-They are products of operands that stay in shared memory, and exponentials.
+They are the speed of matrix products whose operands stay in shared memory, and the speed of
+exponentials.
 """
 
 from collections.abc import Callable
@@ -19,27 +20,28 @@ from ..lab.measure.bandwidth import speed_of
 from ..lab.measure.check import WrongResult
 from ..lab.measure.timing import Timing
 
-# Of a product: rows of a warpgroup, columns, and summed elements, 16 an instruction.
+# Sizes of a product: rows of a warpgroup, columns, and summed elements. An instruction sums 16.
 ROWS, COLUMNS, SUMMED = 64, 128, 64
 STEPS = SUMMED // 16
-GROUPS = 4  # warpgroups of a block: others' products are on their way while one waits for its own
+GROUPS = 4  # warpgroups of a thread block: while one waits for its products, others multiply
 MULTIPLIERS = 128 * GROUPS
 TILE_A, TILE_B = ROWS * SUMMED, COLUMNS * SUMMED
 RESULTS = ROWS * COLUMNS // 128  # registers of a thread
 ONE = 0x3C00  # in float16
 PRODUCTS = 32768
-# Chains of exponentials that do not wait for each other, and threads that have them.
+# Independent chains of exponentials per thread, threads of a thread block, and thread blocks per
+# multiprocessor.
 CHAINS, EXP_THREADS, EXP_BLOCKS = 8, 256, 8
 EXPONENTIALS = 16384
-# x = 2^-x
+# The solution of x = 2^-x
 FIXED_POINT = 0.6411857445
 
 
 @cache
 def make_multiply() -> Kernel:
-    """Return the kernel that adds up `steps` products of tiles of ones.
+    """Return the kernel that adds up `steps` matrix products of tiles in shared memory.
 
-    Each thread stores one element of the sum.
+    All elements of the tiles are 1. Each thread stores one element of the sum in Y.
     """
 
     def multiply(Y, steps):
@@ -69,7 +71,11 @@ def make_multiply() -> Kernel:
 
 @cache
 def make_exponentials() -> Kernel:
-    """Return the kernel that computes x = 2^-x, `steps` times, in CHAINS chains per thread."""
+    """Return the kernel that computes x = 2^-x repeatedly.
+
+    Each thread has CHAINS independent values of x, repeats this `steps` times, and stores the sum
+    of its values in Y.
+    """
 
     def exponentials(Y, steps):
         r = cuda.local.array(CHAINS, float32)
@@ -90,14 +96,14 @@ def make_exponentials() -> Kernel:
 
 
 def measure_products(multiprocessors: int, repeats: int) -> Timing:
-    """Measure TFLOP/s of the products."""
+    """Measure the speed of the matrix products in TFLOP/s."""
     kernel = partial(_measured, make_multiply(), multiprocessors, PRODUCTS, repeats)
     work = 2 * GROUPS * ROWS * COLUMNS * SUMMED * multiprocessors * PRODUCTS
     return kernel(float(SUMMED * PRODUCTS), work)
 
 
 def measure_exponentials(multiprocessors: int, repeats: int) -> Timing:
-    """Measure 10^12 exponentials per second."""
+    """Measure the speed of exponentials, in 10^12 per second."""
     blocks = EXP_BLOCKS * multiprocessors
     kernel = partial(_measured, make_exponentials(), blocks, EXPONENTIALS, repeats)
     return kernel(CHAINS * FIXED_POINT, CHAINS * EXP_THREADS * blocks * EXPONENTIALS)
@@ -112,9 +118,10 @@ MEASURES: dict[str, Callable[[int, int], Timing]] = {
 def _measured(
     kernel: Kernel, blocks: int, steps: int, repeats: int, wanted: float, work: float
 ) -> Timing:
-    """Time a kernel after a check of its results; return `work` per second, in units of 10^12.
+    """Check the results of a kernel, time the kernel, and return its speed in 10^12 per second.
 
-    Raises WrongResult unless every thread returns `wanted`.
+    `steps` is the kernel's argument, and `work` the number of operations of a launch. Raise
+    WrongResult unless every thread stores the number `wanted`.
     """
     Y = device.empty((blocks * kernel.threads,))
     argument = device.argument(Y)
@@ -128,7 +135,7 @@ def _measured(
 
 
 def check(found: np.ndarray, wanted: float) -> None:
-    """Raise WrongResult unless every value matches within the error of the approximate 2^x."""
+    """Raise WrongResult unless every number equals `wanted`, except for the error of exp2."""
     wrong = np.flatnonzero(~(np.abs(found - wanted) <= 1e-5 * wanted))
     if wrong.size:
         at = int(wrong[0])

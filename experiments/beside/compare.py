@@ -34,24 +34,25 @@ from ..lab.measure.timing import SECONDS, Timing, attempt, time_call
 from ..lab.measure.workloads import Inputs
 
 NAME = "compare"
-# Arrays of one kind are added up as one.
+# Name in the table -> arrays whose bytes are added up.
 GROUPS = {
     "K, V": ("K", "V", "dK", "dV"),
     "Q, O": ("Q", "O", "dO", "dQ"),
     "sums, l, m, L": ("A", "l", "m", "L", "D"),
     "N x N matrices": ("S", "P", "dP", "dS"),
 }
-# Without a GPU: splits for, and least times on, the machine of the project's recordings.
+# The GPU for query splits and shortest times if this machine has no GPU. Most recordings are from
+# it.
 STAND_IN = "H200"
-# Elements of q or k beyond which inputs are not made on the host.
+# The largest number of elements of q or k for which times are measured.
 LARGEST = 1 << 30
-# With so many blocks for each multiprocessor splitting a head gains nothing.
+# If there are this many heads (batch x heads) per multiprocessor, query splits gain nothing.
 ENOUGH = 4
 
 
 @dataclass(frozen=True)
 class Side:
-    """One of the compared calls: a series, its plan and the plan's options."""
+    """One of the compared calls: the series, its plan, and the options of the plan."""
 
     series: str
     planned: fa_numba.Plan
@@ -61,10 +62,10 @@ class Side:
 def sides(
     problem: Problem, pass_: str, tiles: Tiles | None, gpu: bounds.Device
 ) -> tuple[list[Side], dict[str, str]]:
-    """Return the calls that are compared, and why a series is missing.
+    """Return the calls that are compared, and the reasons of missing calls by series.
 
-    These are FA-1, FA-2 and standard attention, and FA-1 with query splits if they fill more of the
-    GPU.
+    The calls are FA-1, FA-2 and standard attention. If query splits let FA-1 fill more of the GPU,
+    FA-1 with query splits is compared too.
     """
     unit = "simt" if problem.dtype == "float32" else "mma"
     common: dict[str, Any] = {"tiles": tiles} if tiles else {}
@@ -81,7 +82,7 @@ def sides(
         try:
             planned = plan(series, problem, passes=pass_, **options)
         except ValueError as error:
-            if "query_splits" not in str(error):  # what has no splits is no side of its own
+            if "query_splits" not in str(error):  # calls without support of splits are left out
                 refused[series] = str(error)
             continue
         found.append(Side(series, planned, options))
@@ -90,20 +91,20 @@ def sides(
 
 @dataclass(frozen=True)
 class Line:
-    """A line of the table.
+    """One line of the table: a quantity, with a number for each series.
 
     Parameters
     ----------
     what : str
-        Name of the number.
+        Name of the quantity, such as "workspace".
     values : mapping
         Number by series.
     shown : callable
         Takes a number and returns its text.
     source : str
-        Where the numbers are from.
+        How the numbers were obtained, such as "model".
     unit : str
-        Unit of the numbers; "1" for a ratio.
+        Physical unit of the numbers, such as "bytes"; "1" for a ratio.
     """
 
     what: str
@@ -114,7 +115,7 @@ class Line:
 
 
 def modelled(found: Sequence[Side], gpu: bounds.Device) -> Iterator[Line]:
-    """Yield the lines that follow from the plans and the GPU's data sheet."""
+    """Yield the lines whose numbers follow from the plans and from the GPU's data sheet."""
     plans = {side.series: side.planned for side in found}
     for metric in ("loads", "stores"):
         values = {s: getattr(p.accesses, f"total_{metric}") for s, p in plans.items()}
@@ -137,7 +138,7 @@ def modelled(found: Sequence[Side], gpu: bounds.Device) -> Iterator[Line]:
 
 
 def _over(what: str, values: Mapping[str, float], source: str) -> Iterator[Line]:
-    """Yield a line with the values divided by FA-2's."""
+    """Yield a line with each value divided by FA-2's value; nothing if FA-2's value is missing."""
     fa2 = next((x for series, x in values.items() if series.startswith("fa2")), None)
     if fa2:
         ratios = {series: x / fa2 for series, x in values.items()}
@@ -145,7 +146,7 @@ def _over(what: str, values: Mapping[str, float], source: str) -> Iterator[Line]
 
 
 def _bytes(accesses: Any, arrays: Sequence[str]) -> int:
-    """Return the bytes of some arrays' accesses."""
+    """Return the bytes of the loads and stores of the named arrays."""
     loads, stores = (
         {name: n for name, n in of.items() if name in arrays}
         for of in (accesses.loads, accesses.stores)
@@ -154,12 +155,12 @@ def _bytes(accesses: Any, arrays: Sequence[str]) -> int:
 
 
 def one_head(problem: Problem) -> Problem:
-    """Return the problem of one head of k and v, with the heads of q that share it."""
+    """Return the problem with one head of k and v, and the heads of q that share this head."""
     return replace(problem, batch=1, heads_q=problem.heads_q // problem.heads_k, heads_k=1)
 
 
 def why_not_counted(problem: Problem, pass_: str) -> str:
-    """Return why the emulator does not count one head of the problem; empty if it counts it."""
+    """Return why the emulator does not count one head of the problem; empty if it does."""
     head = replace(one_head(problem), causal=False)
     longest = max(problem.seqlen_q, problem.seqlen_k)
     if longest > counts.LONGEST or io_model.flops(head, pass_) > counts.FLOPS:
@@ -170,10 +171,10 @@ def why_not_counted(problem: Problem, pass_: str) -> str:
 def counted(problem: Problem, pass_: str, side: Side) -> Any:
     """Return the accesses of one head of k and v, counted on the emulator.
 
-    The inputs are zeros, because their values do not change the accesses.
+    The inputs are zeros, because the accesses do not depend on their values.
     """
     head = one_head(problem)
-    # NumPy has no bfloat16: float16 has as many bytes, and its kernels the same accesses.
+    # NumPy has no bfloat16. float16 has as many bytes, and the kernels make the same accesses.
     dtype = "float32" if problem.dtype == "float32" else "float16"
     q, k = (np.zeros(shape, dtype) for shape in (head.q_shape, head.k_shape))
     common = {"algorithm": side.planned.algorithm, "causal": problem.causal, **side.options}
@@ -192,7 +193,12 @@ def counted(problem: Problem, pass_: str, side: Side) -> Any:
 def with_counts(
     problem: Problem, pass_: str, found: Sequence[Side], lines: Sequence[Line]
 ) -> tuple[list[Line], str]:
-    """Return the lines, with counted elements if one head is small enough, and a remark."""
+    """Return the lines, and a text about counts.
+
+    If one head is small enough for the emulator, counted numbers of elements replace the model's.
+    The text then says how many of the counted numbers equal the model. Otherwise it says why
+    nothing was counted.
+    """
     why = why_not_counted(problem, pass_)
     if why:
         return list(lines), f"model: closed forms. Nothing was counted, because {why}."
@@ -224,7 +230,10 @@ def with_counts(
 def measured(
     problem: Problem, pass_: str, found: Sequence[Side]
 ) -> tuple[list[Line], dict[str, str]]:
-    """Return lines of times on this GPU, and why a series has none. Results are checked first."""
+    """Return lines with times on this GPU, and the reasons of missing times by series.
+
+    Each result is checked before the call is timed.
+    """
     inputs = Inputs(gradient=pass_ == "bwd")
     checks = calls.Checks(inputs)
 
@@ -257,7 +266,7 @@ def measured(
 
 
 def add(commands: Any) -> None:
-    """Add the command and its options to the command line."""
+    """Add the command `compare` and its options to the command line."""
     sub = commands.add_parser(
         NAME,
         help="compare both loop orders and standard attention at a size that you choose",
@@ -312,7 +321,7 @@ def add(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    """Run the command and return the exit status, 1 if a call failed."""
+    """Run the command `compare`. Return the exit status: 1 if a call failed, else 0."""
     here = bounds.here()
     gpu = args.device or here or bounds.DEVICES[STAND_IN]
     timed = here is not None and gpu.name == here.name
@@ -323,7 +332,10 @@ def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
 def _run(
     args: argparse.Namespace, parser: argparse.ArgumentParser, gpu: bounds.Device, timed: bool
 ) -> int:
-    """Compare for a GPU, and measure times if ``timed``. Return the exit status."""
+    """Compare the calls for a GPU, and print the table. Return the exit status.
+
+    Times are measured if `timed` is true.
+    """
     pass_ = "bwd" if args.backward else "fwd"
     try:
         problem = Problem(
@@ -341,7 +353,7 @@ def _run(
         lines, said = with_counts(problem, pass_, found, list(modelled(found, gpu)))
         times, failed = measured(problem, pass_, found) if timed else ([], {})
     lines += times
-    # In the backward pass both orders have K/V outside.
+    # In the backward pass, K/V is the outer loop of both algorithms, so that the names omit it.
     names = {s: x.partition(" (")[0] for s, x in LABELS.items()} if args.backward else LABELS
     mask = "causal" if problem.causal else "not causal"
     print(f"q {problem.q_shape}, k and v {problem.k_shape}, {problem.dtype}, {mask}, "
@@ -369,7 +381,7 @@ def _run(
 
 
 def write_csv(path: Path, lines: Sequence[Line]) -> None:
-    """Write each number as a line with its series, quantity, value, unit and source."""
+    """Write each number as one line: series, quantity, value, unit and source."""
     with open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(("series", "quantity", "value", "unit", "source"))
@@ -384,7 +396,7 @@ _GRIDS = "both orders have K/V outside: FA-1 with a thread block a head, FA-2 wi
 def table(
     found: Sequence[Side], lines: Sequence[Line], names: dict[str, str]
 ) -> list[tuple[str, ...]]:
-    """Return the cells of the table."""
+    """Return the cells of the table, line by line. `names` maps a series to its header."""
     return [
         ("", *(names[side.series] for side in found), "from"),
         ("tiles Br x Bc", *(f"{x.planned.tiles.Br} x {x.planned.tiles.Bc}" for x in found), "plan"),
@@ -398,5 +410,5 @@ def table(
 
 
 def _blocks(side: Side) -> int:
-    """Return the thread blocks of the main kernel: the one with the most shared memory."""
+    """Return the number of thread blocks of the main kernel, the kernel with most shared memory."""
     return int(np.prod(max(side.planned.kernels, key=lambda k: k.shared_bytes).grid))

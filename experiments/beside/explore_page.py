@@ -1,4 +1,4 @@
-"""The page explore.html as one file: template, style, scripts and data."""
+"""The page explore.html as one file, made of a template, style, scripts and data."""
 
 import json
 from collections.abc import Sequence
@@ -21,7 +21,11 @@ PANELS = (
 
 
 def html(shown: Sequence[Panel], note: str, *, live: bool = False) -> str:
-    """Return the page. If `live`, its script asks the server for plans and for typed masks."""
+    """Return the text of the page with the given panels. `note` is a text that the page shows.
+
+    If `live` is true, the page's script asks the server for plans and for typed masks. Otherwise
+    the page contains the plans for all listed values, and works without a server.
+    """
     panels = {panel.name: panel.described() for panel in shown}
     if not live:
         panels["plan"]["table"] = explore_panels.PLAN.baked()

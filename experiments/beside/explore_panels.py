@@ -1,8 +1,8 @@
-"""What the page's panels show: their words, and their answers by the package's own functions.
+"""The four panels of explore.html: their texts, and the functions that compute their answers.
 
-The page computes the answers of the first three panels by the scripts in explore_page, which are
-these functions in JavaScript. Tests compare both. The answers of the last panel are stored in the
-page.
+Scripts in explore_page compute the answers of the first three panels in the reader's browser. They
+are the functions of this module in JavaScript. Tests compare both. The answers of the last panel,
+the plans, are stored in the page.
 """
 
 import inspect
@@ -41,9 +41,9 @@ MOST_SCORES = 64
 
 
 def text_of(algorithm: str) -> list[tuple[str, list[int]]]:
-    """Return the lines of an algorithm in NumPy, each with the paper's lines that it carries out.
+    """Return the source lines of an algorithm in NumPy as (line, numbers of the paper's lines).
 
-    The statements that call `watch` are left out.
+    Statements that call `watch` are left out.
     """
     source = inspect.getsource(getattr(algorithms, f"{algorithm}_forward")).splitlines()
     first = next(
@@ -73,7 +73,10 @@ def text_of(algorithm: str) -> list[tuple[str, list[int]]]:
 
 
 def order(trace: Trace, plan_bytes: int) -> Answer:
-    """Return the answer for one loop order: steps, bytes, tiles and thread blocks."""
+    """Return the first panel's answer for one loop order: steps, bytes, tiles and thread blocks.
+
+    `plan_bytes` is the number of bytes by the closed form.
+    """
 
     def moved(arrays: str, kind: str) -> int:
         return sum(move.bytes for move in trace.select(tuple(arrays), kind))
@@ -93,9 +96,10 @@ def order(trace: Trace, plan_bytes: int) -> Answer:
 def orders(
     N: int, d: int, Br: int, Bc: int, causal: str, window: int, unit: str, mask: str = ""
 ) -> Answer:
-    """Return the answer of the first panel: both traces, and the numbers of tiles.
+    """Return the first panel's answer: the traces of both loop orders, and the numbers of tiles.
 
-    With a typed mask the traces are from the emulator. Raise ValueError if it would take long.
+    If the reader typed a mask, the emulator makes the traces. Raise ValueError if the mask is not
+    allowed, or if the emulator would take long.
     """
     found: Answer = {"Tr": -(-N // Br), "Tc": -(-N // Bc)}
     problem = traced_calls.problem_of(N, d, causal == "yes", window, unit)
@@ -165,7 +169,7 @@ ORDERS_PANEL = Panel(
 
 @cache
 def examples() -> dict[str, worked.Rows]:
-    """Return the worked examples of ``python -m fa_numba trace``, and two more."""
+    """Return the examples of ``python -m fa_numba trace``, and two further examples, by name."""
     Q, K, V = np.random.default_rng(0).standard_normal((3, 32, 8))
     large = [3.0, 1.0, 98.0, 4.0, 97.0, 1.0, 3.0, 1.0]
     return worked.examples() | {
@@ -175,18 +179,20 @@ def examples() -> dict[str, worked.Rows]:
 
 
 def _row_of(scores: list[float], title: str) -> worked.Rows:
-    """Return an example with given scores.
+    """Return an example in which one row has the given scores.
 
-    V is the unit matrix, so that O is the softmax of the scores.
+    V is the identity matrix, so that O is the softmax of the scores.
     """
     one, every = np.ones((1, len(scores))), np.eye(len(scores))
     return worked.Rows(f"{title}; V is the unit matrix", one, np.diag(scores), every, 4, 1.0)
 
 
 def softmax(example: str, block: int, scores: str) -> Answer:
-    """Return one row's steps by both loop orders, and its softmax by three algorithms.
+    """Return the second panel's answer: the softmax of one row, tile by tile and as a vector.
 
-    A tile has `block` keys, but not more than there are. If `block` is 0, the example decides.
+    A tile has `block` keys, but at most all keys. If `block` is 0, the example gives the number.
+    `scores` is the text that a reader typed for the example "own". The answer contains the steps of
+    both loop orders, and the results of the naive, safe and online softmax.
     """
     rows = own_scores(scores) if example == "own" else examples()[example]
     Q, K, V = rows.Q[:1], rows.K, rows.V
@@ -218,7 +224,7 @@ def softmax(example: str, block: int, scores: str) -> Answer:
 
 
 def constants() -> dict[str, Any]:
-    """Return what the page's script needs besides the panels, as plain JSON values."""
+    """Return the examples and texts that the page's script needs, as plain JSON values."""
     rows = {
         name: {
             "title": each.title,
@@ -233,21 +239,21 @@ def constants() -> dict[str, Any]:
 
 
 def scale_of(rows: worked.Rows) -> float:
-    """Return the factor of an example's scores."""
+    """Return the factor by which an example multiplies the scores."""
     return 1 / math.sqrt(rows.Q.shape[1]) if rows.scale is None else rows.scale
 
 
 @lru_cache(64)
 def _in_float32(scores: tuple[float, ...], name: str) -> np.ndarray:
-    """Return the softmax of scores in float32, by the emulator."""
+    """Return the softmax of scores in float32, computed on the emulator by the named algorithm."""
     with device.using("emulator"), np.errstate(all="ignore"):
         return fa_numba.softmax(np.array([scores], np.float32), algorithm=name)[0]
 
 
 def own_scores(text: str) -> worked.Rows:
-    """Return an example with the scores that a reader typed.
+    """Return the example with the scores that a reader typed.
 
-    Raise ValueError if they are not allowed.
+    Raise ValueError if a score is not a number or too large, or if there are too many scores.
     """
     parts = text.replace(",", " ").split()
     if not 1 <= len(parts) <= MOST_SCORES:
@@ -292,7 +298,7 @@ SOFTMAX = Panel(
 
 # --- a calculator of memory traffic ------------------------------------------------------------
 
-# Arrays that the bars show together. S and P include their gradients.
+# Groups of arrays that the page shows as one bar.
 GROUPS = {
     "fwd": {"Q": ("Q",), "K and V": ("K", "V"), "O": ("O", "A"), "l, m and L": ("l", "m", "L"),
             "S and P": ("S", "P")},
@@ -300,7 +306,7 @@ GROUPS = {
             "K, V, dK and dV": ("K", "V", "dK", "dV"), "L and D": ("L", "D"),
             "S, P, dS and dP": ("S", "P", "dS", "dP")},
 }  # fmt: skip
-# Why an algorithm moves a group of arrays often.
+# The reason why an algorithm moves many bytes of a group of arrays.
 REASONS = {
     "fwd": {
         "standard": {"S and P": "S and P have N x N elements each, and are stored and loaded again",
@@ -322,7 +328,7 @@ REASONS = {
 
 
 def parts(accesses: io_model.Accesses, passes: str) -> dict[str, int]:
-    """Return the bytes that are loaded and stored of each group of arrays."""
+    """Return the bytes of loads and stores for each group of arrays in GROUPS."""
 
     def bytes_of(names: tuple[str, ...]) -> int:
         loads, stores = (
@@ -342,7 +348,10 @@ def largest(accesses: io_model.Accesses, problem: Problem, passes: str = "fwd") 
 
 
 def tile_sizes(M: int, d: int, element: int) -> tuple[int, int]:
-    """Return Br and Bc by line 1 of FA-1's algorithm, for M KiB of on-chip memory."""
+    """Return (Br, Bc) by line 1 of FA-1's algorithm, for M KiB of on-chip memory.
+
+    `element` is the number of bytes of an element.
+    """
     return paper_rule(M * 1024 // element, d)
 
 
@@ -350,7 +359,11 @@ def traffic(
     N: int, batch: int, heads: int, d: int, dtype: str, passes: str, causal: str, window: int,
     tiles: str, M: int, Br: int, Bc: int,
 ) -> Answer:  # fmt: skip
-    """Return tiles, FLOPs, workspace and accesses of each algorithm, in closed form."""
+    """Return the third panel's answer: tiles, FLOPs, workspace and accesses of each algorithm.
+
+    All numbers are closed forms. `M` is the on-chip memory in KiB. If `tiles` is "rule", Br and Bc
+    follow from M.
+    """
     element = DTYPES[dtype].bytes
     if tiles == "rule":
         Br, Bc = tile_sizes(M, d, element)
@@ -437,7 +450,7 @@ UNIT_WORDS = {
 }
 
 
-# Parts of `Plan.why` as patterns, and what the page says instead.
+# (pattern of a part of `Plan.why`, the text that the page shows instead)
 PLAIN_WORDS = (
     (r"the newest unit that takes (\w+) and suits the call", r"the newest unit of this GPU for \1"),
     (r"not (\w+): ", r"\1 is not used, because "),
@@ -471,7 +484,10 @@ BOUND_WORDS = {
 def plans(
     gpu: str, N: int, batch: int, heads: int, d: int, dtype: str, passes: str, causal: str
 ) -> Answer:
-    """Return the plan of each algorithm on a GPU, and lower limits of the plan's time."""
+    """Return the last panel's answer: the plan of each algorithm on a GPU.
+
+    The answer also contains the shortest possible time of each plan, and what limits this time.
+    """
     found: Answer = {}
     sheet, shape = bounds.DEVICES[gpu], (batch, heads, N, d)
     options: dict[str, Any] = {"dtype": dtype, "passes": passes, "causal": causal == "yes"}
@@ -487,9 +503,9 @@ def plans(
 
 
 def _plan(plan: fa_numba.Plan, gpu: bounds.Device) -> Iterator[tuple[str, Any]]:
-    """Yield the facts of a plan by key."""
+    """Yield the facts of one plan that the last panel shows, as (key, value)."""
     expected = bounds.expected(plan, gpu)
-    # Of the kernel with the largest tiles, which has the products.
+    # The kernel with the most shared memory computes the matrix products.
     both = zip(plan.kernels, expected.occupancies, strict=True)
     kernel, blocks = max(both, key=lambda each: each[0].shared_bytes)
     yield "bytes", plan.accesses.bytes
@@ -511,7 +527,7 @@ def _plan(plan: fa_numba.Plan, gpu: bounds.Device) -> Iterator[tuple[str, Any]]:
 
 
 def in_plain_words(why: str | None) -> str | None:
-    """Return a reason of a plan in the page's words."""
+    """Return a reason from `Plan.why` in the words of the page."""
     if why is None:
         return None
     for pattern, words in PLAIN_WORDS:

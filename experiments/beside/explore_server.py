@@ -1,4 +1,4 @@
-"""The page explore.html served on this machine, with typed masks and the plan of any call."""
+"""The server of explore.html on this machine. It answers for typed masks and plans of any call."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from . import explore_page
 from .panels import Axis, Panel
 
 ADDRESS, HOSTS = "127.0.0.1", ("127.0.0.1", "localhost")
-STATIC = ("timeline.gif", "loop_order.png", "io_vs_seqlen.png")  # of the page without a script
+STATIC = ("timeline.gif", "loop_order.png", "io_vs_seqlen.png")  # for readers without scripts
 MASK = Axis("your own mask: true if row i sees column j, such as i - j < 9 or j == 0",
             ("",), text=True)  # fmt: skip
 NOTE = "this page is served by python -m experiments explore"
@@ -27,22 +27,25 @@ _EMULATOR = threading.Lock()
 
 
 def _panels() -> list[Panel]:
-    """Return the page's panels. The first one also takes a mask that a reader types."""
+    """Return the panels of the page. The first panel also takes a mask that a reader types."""
     orders, *others = explore_page.PANELS
     return [replace(orders, axes={**orders.axes, "mask": MASK}), *others]
 
 
 class Handler(BaseHTTPRequestHandler):
-    """The handler of requests: GET / returns the page, GET /api/PANEL?INPUTS an answer in JSON."""
+    """The handler of requests.
+
+    GET / returns the page. GET /api/PANEL?INPUTS returns the answer of a panel in JSON.
+    """
 
     timeout = 20
     protocol_version = "HTTP/1.1"
     server: Server
 
     def do_GET(self) -> None:
-        """Answer a GET request."""
+        """Answer a GET request. Ignore a reader who closes the connection."""
         self.close_connection = True
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the reader went on
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self._get()
 
     def _get(self) -> None:
@@ -97,13 +100,13 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: Any) -> None:
-        """Log nothing, as the page shows what is wrong."""
+        """Log nothing, because the page itself shows errors."""
 
 
 class Server(ThreadingHTTPServer):
-    """The server, which listens on the loopback address only.
+    """The server of the page. It listens on the loopback address only.
 
-    Raises OSError if the port is taken.
+    Raises OSError if the port cannot be used.
     """
 
     daemon_threads = True
@@ -120,11 +123,14 @@ class Server(ThreadingHTTPServer):
         return f"http://{ADDRESS}:{self.server_address[1]}/"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore broken connections."""
+        """Print nothing if a request fails, for example because the connection is broken."""
 
 
 def serve(port: int, say: Callable[[str], Any]) -> int:
-    """Serve the page until interrupted; return the exit status."""
+    """Serve the page until the user interrupts. Return the exit status.
+
+    `say` prints a line.
+    """
     try:
         server = Server(port)
     except OSError as error:

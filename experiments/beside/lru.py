@@ -1,14 +1,15 @@
-"""A model of L2 as an LRU cache: the bytes that reach DRAM, from the tile accesses of a launch.
+"""A model of L2 as an LRU cache: the DRAM bytes of a call, from the accesses to its tiles.
 
-Assumptions: - The cache is fully associative and replaces the entry that was not used for the
-longest time. - An entry is a tile of one head: Br rows of Q, of O, of O's float32 sum A, of l and m
-together, or of
-  L; or Bc rows of K and V together.
+The model assumes:
+
+- The cache is fully associative, and replaces the tile that was not used for the longest time.
+- The cache holds complete tiles of one head. A tile is Br rows of Q, of O, of O's float32 sum A,
+  of l and m together, or of L; or it is Bc rows of K and V together.
 - Thread blocks start in launch order on free multiprocessors. All running thread blocks advance by
-one
-  tile of S at a time, in turn.
-- A load that misses reads DRAM. A store does not; the tile is written when it leaves the cache.
-- What is in the cache at the end stays there, as when a profiler counts one kernel.
+  one tile of S at a time, in turn.
+- A load of a tile that is not in the cache reads DRAM. A store changes the tile in the cache. The
+  tile is written to DRAM when it leaves the cache.
+- Tiles that are in the cache at the end are not written, as when a profiler counts one kernel.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
@@ -23,22 +24,23 @@ from fa_numba import io_model
 from fa_numba.emulator import compiling
 from fa_numba.problem import Problem
 
-# Threads that a multiprocessor runs of these kernels: 8 warps, by their recorded occupancy.
+# Threads of these kernels that a multiprocessor runs at the same time, by the recorded occupancy.
 THREADS_AT_ONCE = 256
 ABSENT, CLEAN, DIRTY = range(3)
-# Where `_simulate` keeps its state: the tile used last and first, bytes held, read and written.
+# Indices into the array `box` of `_simulate`: the tile used last, the tile not used for the longest
+# time, bytes in the cache, bytes read from DRAM, bytes written to DRAM.
 NEWEST, OLDEST, USED, READ, WRITTEN = range(5)
 NONE = -1
 Q, O, A, STATISTICS, LSE, KV = range(6)
 LOAD, STORE, UPDATE = range(3)  # an update is a load and a store
 
-# Kept on disk; what it calls is compiled into it.
+# Decorator: compiles a function and caches it on disk, including the functions that it calls.
 compiled = compiling.compiled()
 
 
 @dataclass(frozen=True)
 class Device:
-    """What the model knows of a GPU: its name, bytes of L2 and multiprocessors."""
+    """A GPU in the model: the name, the bytes of L2, and the number of multiprocessors."""
 
     name: str
     l2_bytes: int
@@ -47,7 +49,7 @@ class Device:
 
 @register_jitable
 def _unlink(tile, before, after, box):
-    """Take a tile out of the list of tiles in the order of their last use."""
+    """Remove a tile from the list of tiles, which is in the order of their last use."""
     if before[tile] == NONE:
         box[NEWEST] = after[tile]
     else:
@@ -60,7 +62,10 @@ def _unlink(tile, before, after, box):
 
 @register_jitable
 def _touch(lru, tile, kind):
-    """Access a tile: count DRAM traffic, evict old tiles, make it the newest."""
+    """Access a tile: count the DRAM bytes, evict old tiles, and make the tile the newest.
+
+    `kind` is LOAD, STORE or UPDATE. `lru` is the state that `_simulate` makes.
+    """
     sizes, state, before, after, box, capacity = lru
     size = sizes[tile]
     if state[tile] != ABSENT:
@@ -68,7 +73,7 @@ def _touch(lru, tile, kind):
     else:
         if kind != STORE:
             box[READ] += size
-        if size > capacity:  # goes through
+        if size > capacity:  # the tile does not fit into the cache
             if kind != LOAD:
                 box[WRITTEN] += size
             return
@@ -94,9 +99,20 @@ def _touch(lru, tile, kind):
 
 @compiled
 def _simulate(k_outer, heads, group, splits, ends, Tc, bases, sizes, places, capacity, halves):
-    """Return the bytes read from and written to DRAM.
+    """Return the bytes that a forward call reads from DRAM and writes to DRAM.
 
-    `ends` has the column tiles that a row tile visits.
+    | argument | meaning |
+    |---|---|
+    | k_outer | whether the loop order is K/V outer (FA-1) |
+    | heads, group | query heads of all batch entries; query heads that share a K/V head |
+    | splits | thread blocks per head, for K/V outer |
+    | ends | number of column tiles that each row tile visits |
+    | Tc | number of column tiles of a head |
+    | bases | number of the first tile of each array |
+    | sizes | bytes of each tile |
+    | places | thread blocks that run at the same time |
+    | capacity | bytes of the cache |
+    | halves | whether the inputs have 16 bits, so that O has a float32 sum A |
     """
     Tr = len(ends)
     run = -(-Tr // splits)
@@ -127,7 +143,7 @@ def _simulate(k_outer, heads, group, splits, ends, Tc, bases, sizes, places, cap
                 if row[place] == NONE:
                     row[place] = first
                 j = column[place]
-                # The next row tile that sees column tile j; the first pass takes all.
+                # Find the next row tile that sees column tile j. The first pass visits all.
                 found, fresh = False, row[place] == first
                 while not found and j < Tc and first < last:
                     i = row[place]
@@ -198,7 +214,7 @@ def dram_bytes(
     query_splits : int, default 1
         Thread blocks of FA-1 that share a head.
     capacity : int, optional
-        Bytes of cache instead of the GPU's. With 0, all accessed bytes reach DRAM.
+        Bytes of the cache. Default: the L2 of the GPU. If it is 0, all accessed bytes reach DRAM.
 
     Returns
     -------
@@ -208,7 +224,7 @@ def dram_bytes(
     Raises
     ------
     ValueError
-        If the algorithm has another name.
+        If the algorithm is neither "fa1" nor "fa2".
     """
     if algorithm not in ("fa1", "fa2"):
         raise ValueError(f"algorithm must be 'fa1' or 'fa2', got {algorithm!r}")
@@ -235,6 +251,6 @@ def dram_bytes(
         np.concatenate(sizes),
         device.multiprocessors * max(1, THREADS_AT_ONCE // threads),
         device.l2_bytes if capacity is None else capacity,
-        halves,  # sums of 16-bit arrays are float32, beside them
+        halves,
     )
     return int(read + written)

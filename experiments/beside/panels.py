@@ -1,4 +1,7 @@
-"""Panels of the page: inputs, a function of the inputs, and all answers as one small table."""
+"""Panels of the page explore.html: inputs, and a function that computes answers from the inputs.
+
+All answers of a panel can be stored in the page as small tables.
+"""
 
 import itertools
 import json
@@ -23,19 +26,19 @@ class Axis:
     Parameters
     ----------
     label : str
-        Label.
+        Text that the page shows for the input.
     values : sequence of int or str
-        Values of a list, or positions of a slider. A panel whose answers are stored has answers for
-        these values only.
+        Entries of a list, or positions of a slider. If the answers of a panel are stored in the
+        page, there are answers for these values only.
     least, most : int, optional
-        Any integer in this range is allowed, if the answers are computed.
+        Range of allowed integers, if the answers are computed.
     words : mapping, default {}
         Text to show for a value. Without a range, only `values` and the keys of `words` are
         allowed.
     text : bool, default False
         Whether any text is allowed.
     first : int or str, optional
-        Value at the start. Default: the first of `values`.
+        Value when the page opens. Default: the first of `values`.
     """
 
     label: str
@@ -47,9 +50,9 @@ class Axis:
     first: Value | None = None
 
     def parse(self, name: str, given: str) -> Value:
-        """Return the value that a text of a request stands for.
+        """Return the value of the input `name` that the text of a request names.
 
-        Raise ValueError if it is not allowed.
+        Raise ValueError if the value is not allowed.
         """
         if self.text:
             return given
@@ -66,7 +69,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Panel:
-    """A panel of the page: a question, a sentence that answers it, inputs and numbers.
+    """A panel of the page: a question, a sentence that answers it, inputs and a table of numbers.
 
     Parameters
     ----------
@@ -77,12 +80,12 @@ class Panel:
     axes : mapping of str to Axis
         Inputs.
     answer : callable
-        Takes the inputs and returns the numbers by key.
+        Takes the inputs and returns the answer: the numbers by key.
     columns : sequence of (str, str)
-        Prefixes and labels of the table's columns.
+        Prefix and label of each column of the table.
     rows : sequence of (str, str, str)
-        Keys and labels of the table's rows, and how the values are written: "bytes", "count" and
-        "number" have three digits, "words" is text. A cell has the key "prefix.key".
+        Key and label of each row of the table, and how the values are written: "bytes", "count" and
+        "number" have three digits, "words" is text. The key of a cell is "prefix.key".
     """
 
     name: str
@@ -96,7 +99,7 @@ class Panel:
     note: str = ""
 
     def parse(self, given: Mapping[str, str]) -> dict[str, Value]:
-        """Return the inputs of a request.
+        """Return the values of the inputs from the texts of a request.
 
         Raise ValueError for a wrong, unknown or missing input.
         """
@@ -108,9 +111,9 @@ class Panel:
         return {name: axis.parse(name, given[name]) for name, axis in self.axes.items()}
 
     def at(self, **state: Value) -> Answer:
-        """Return the answer for given inputs as plain JSON values.
+        """Return the answer for the given inputs, as plain JSON values.
 
-        If the inputs are refused, the answer has the reason under "refused".
+        If `answer` raises ValueError, the result is {"refused": reason}.
         """
         try:
             return {key: plain(value) for key, value in self.answer(**state).items()}
@@ -118,7 +121,7 @@ class Panel:
             return {"refused": str(error)}
 
     def described(self) -> dict[str, Any]:
-        """Return the panel without its answers, as plain JSON values."""
+        """Return the texts and inputs of the panel, without answers, as plain JSON values."""
         axes = {
             name: {**asdict(axis), "first": axis.values[0] if axis.first is None else axis.first}
             for name, axis in self.axes.items()
@@ -127,11 +130,16 @@ class Panel:
         return {"axes": axes, **{name: getattr(self, name) for name in words}}
 
     def baked(self) -> dict[str, Any]:
-        """Return all answers in a compact form.
+        """Return all answers in a compact form, as {key: [inputs, values, codes]}.
 
-        Each key has a list of three: numbers of the inputs that it depends on, slowest first; its
-        different values; and for each combination of these inputs the number of the value, -1 for
-        none. If an answer lacks a key, the value of another answer may be given.
+        | entry | meaning |
+        |---|---|
+        | inputs | numbers of the inputs on which the value of the key depends |
+        | values | the different values of the key |
+        | codes | an index into `values` for each combination of these inputs; -1 for no value |
+
+        In `codes`, the first of `inputs` varies slowest. If the answer for some inputs lacks a key,
+        `codes` may contain the value for other inputs.
         """
         sizes = [len(axis.values) for axis in self.axes.values()]
         states = itertools.product(*(axis.values for axis in self.axes.values()))
@@ -160,7 +168,10 @@ class Panel:
 
 
 def plain(value: Any) -> Any:
-    """Return a value as JSON allows it: floats with six digits, "inf", "-inf" and "nan" as text."""
+    """Return a value as JSON allows it.
+
+    Floats are rounded to six digits. The texts "inf", "-inf" and "nan" replace other floats.
+    """
     if isinstance(value, Mapping):
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, np.ndarray):

@@ -15,18 +15,18 @@ Curve = dict[int, float]
 
 @dataclass(frozen=True)
 class Bar:
-    """A bar of the figure.
+    """A bar of the figure, for a published method or for our series.
 
     Parameters
     ----------
     label : str
-        Label.
+        Text in the legend.
     like : str
-        Series whose colour it has.
+        Series whose colour the bar has.
     method : str, default ""
-        Published method; the bar is hollow.
+        Published method that the bar shows. Such a bar is hollow.
     series : tuple of str, default ()
-        Our series; the fastest of them is shown.
+        Our series. The bar shows the fastest of them.
     """
 
     label: str
@@ -35,8 +35,8 @@ class Bar:
     series: tuple[str, ...] = ()
 
 
-# The bars of a paper's figures, each published one before that of ours that it is compared with;
-# other libraries' are left to the paper.
+# The bars of a paper's figures. A published bar is followed by our bar with which it is compared.
+# Methods of the paper without a counterpart are left out.
 BARS = {
     "fa2": (
         Bar("PyTorch, published", "torch-unfused", method="PyTorch"),
@@ -56,7 +56,8 @@ BARS = {
     ),
 }
 NAMES = {"fa2": "FlashAttention-2", "fa3": "FlashAttention-3"}
-# What ratios call the kernel of a pair of bars: what is over the others comes last.
+# Names of the kernels in figures of ratios, one for each pair of bars. The last kernel is divided
+# by the others.
 SHORT = {
     "fa2": ("PyTorch", "FA-1", "FA-2"),
     "fa3": ("FlashAttention-2", "cuDNN", "FA-2 (wgmma)"),
@@ -64,7 +65,7 @@ SHORT = {
 
 
 def draw(paper: str, item: str, rows: Sequence[Row]) -> Any:
-    """Draw a figure of a paper: a panel for each head dimension and mask.
+    """Draw a figure of a paper with our numbers: a panel for each head dimension and mask.
 
     Parameters
     ----------
@@ -107,12 +108,12 @@ Panels = Mapping[str, Mapping[Bar, Curve]]
 
 
 def _over(over: Curve, under: Curve) -> Curve:
-    """Return one curve divided by another, at common lengths."""
+    """Return the curve `over` divided by the curve `under`, at the sequence lengths of both."""
     return {N: value / under[N] for N, value in sorted(over.items()) if N in under}
 
 
 def _bars(paper: str, panels: Panels, what: str) -> Any:
-    """Draw the figure as the paper draws it, if the paper's GPU is ours."""
+    """Draw all bars of the figure. This is used if our GPU is the paper's GPU."""
     figure, axes = style.new(len(panels), 1, 1.3 + 2.5 * len(panels))
     *_, theirs, ours = BARS[paper]
     found: list[float] = []
@@ -131,7 +132,10 @@ def _bars(paper: str, panels: Panels, what: str) -> Any:
 
 
 def _ratios(paper: str, panels: Panels, gpu: str, what: str) -> Any:
-    """Draw the last kernel's speed over the speeds of the others, published and ours."""
+    """Draw the speed of the last kernel in SHORT divided by the speeds of the other kernels.
+
+    One line shows the published ratios, and the other line our ratios.
+    """
     *names, last = SHORT[paper]
     theirs, ours = BARS[paper][::2], BARS[paper][1::2]
     looks = {
@@ -163,7 +167,10 @@ def _ratios(paper: str, panels: Panels, gpu: str, what: str) -> Any:
 
 
 def _curve(bar: Bar, theirs: Sequence[Mapping[str, str]], here: Sequence[Row]) -> Curve:
-    """Return a bar's TFLOP/s by length in one panel; of several series the fastest."""
+    """Return the speed of a bar as {N: TFLOP/s}, from the lines or rows of one panel.
+
+    `theirs` are lines of published.csv, and `here` our rows. Of several series, the fastest counts.
+    """
     if bar.method:
         return {int(x["seqlen"]): float(x["value"]) for x in theirs if x["method"] == bar.method}
     found: Curve = {}
@@ -174,7 +181,7 @@ def _curve(bar: Bar, theirs: Sequence[Mapping[str, str]], here: Sequence[Row]) -
 
 
 def _groups(ax: Any, curves: Mapping[Bar, Curve]) -> None:
-    """Draw the bars of a panel, in groups by length."""
+    """Draw the bars of a panel, with one group of bars for each sequence length."""
     lengths = sorted({N for bar, curve in curves.items() if bar.series for N in curve})
     width = 0.86 / len(curves)
     for n, (bar, curve) in enumerate(curves.items()):

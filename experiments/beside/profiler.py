@@ -20,9 +20,10 @@ class Counter:
     counted : callable
         Takes the emulator's counts and returns the number.
     names : tuple of str, default ()
-        Nsight Compute's names; the first that the GPU has is used.
+        Names of the counter in Nsight Compute. The first name that exists on the GPU is used.
     opcodes : str, default ""
-        Regular expression of opcodes whose executions are counted instead.
+        Regular expression of opcodes. If given, Nsight Compute's number is the number of executed
+        instructions with these opcodes.
     """
 
     counted: Callable[[Counts], int]
@@ -49,17 +50,27 @@ _SECTORS = "l1tex__t_sectors_pipe_lsu_mem_global_op"
 
 
 def _sass(name: str) -> str:
-    """Return a counter's name, without its unit, if instrumented code counts it."""
+    """Return the middle part of the name of a counter that instrumented code counts.
+
+    `name` is the counter's name without a suffix such as ".sum". A prefix such as "smsp__" is
+    missing in the result.
+    """
     return f"sass_{name.replace('__', '_')}"
 
 
 def _of_copies(name: str) -> tuple[str, ...]:
-    """Return the names of a counter of cp.async (LDGSTS in SASS) in different versions."""
+    """Return the possible names of a counter for cp.async, which differ between versions.
+
+    In SASS, the instruction cp.async is called LDGSTS.
+    """
     return f"smsp__{_sass(name)}_ldgsts", f"sm__{_sass(name)}_ldgsts", f"{name}_ldgsts"
 
 
 def _shared_wavefronts(counts: Counts) -> int:
-    """Return the wavefronts of loads and stores, plus one for each shuffle (the same path)."""
+    """Return the wavefronts of loads and stores of shared memory, plus the number of shuffles.
+
+    The hardware's counter includes shuffles, because they use the path of shared memory.
+    """
     both = [counts.total(space="shared", kind=kind).wavefronts for kind in ("load", "store")]
     return sum(both) + counts.instructions["shuffle"]
 
@@ -69,13 +80,13 @@ def _sum(space: str, field: str, *kinds: str) -> Callable[[Counts], int]:
     return lambda counts: sum(number(counts) for number in by_kind)
 
 
-# The profiler's global loads; operands of atomics go to L2 as stores do.
+# The emulator's kinds of access that the profiler counts as loads from L2 and as stores to L2.
 READ, WRITTEN = ("load", "copy"), ("store", "atomic")
 
 
-# A request is a warp's instruction; ldmatrix is a load. Wavefronts are the hardware's steps of
-# shared memory, conflicts the ones beyond what the same bytes need without. Global loads are those
-# of copies too. Sectors from L2 are counted as if L1 kept nothing.
+# A request is one instruction of a warp. ldmatrix counts as a load. Wavefronts are the steps of a
+# shared-memory access, and conflicts are the wavefronts in addition to those that the bytes need.
+# Global loads include copies. Sectors from L2 are counted as if L1 cached nothing.
 COUNTERS = {
     "shared wavefronts": Counter(_shared_wavefronts, (f"{_WAVEFRONTS}.sum",)),
     "shared conflicts": Counter(
@@ -107,20 +118,20 @@ COUNTERS = {
     "shuffle instructions": _instructions("shuffle", r"SHFL"),
     "barrier instructions": _instructions("barrier", r"BAR"),
 }
-# Nothing is lost where no other name is known.
+# Counters that every GPU has. If these fail, counting fails.
 CERTAIN = (*counters.TRAFFIC, f"{_WAVEFRONTS}.sum", f"{_CONFLICTS}.sum")
 
 
 def counted(counts: Counts) -> dict[str, int]:
-    """Return the emulator's number for each counter."""
+    """Return the emulator's number for each counter in COUNTERS, by our names."""
     return {name: counter.counted(counts) for name, counter in COUNTERS.items()}
 
 
 def chosen(known: set[str] | None) -> dict[str, str]:
-    """Return Nsight Compute's name for each of our names that the GPU has.
+    """Return the counters that exist on the GPU, as {our name: Nsight Compute's name}.
 
-    `known` has the GPU's counters without suffix; None means all. If the list has no counters of
-    instrumented code, they are taken as known, since some lists leave them out.
+    `known` contains the GPU's counters without suffix; None means that all counters exist. Some
+    lists leave out all counters of instrumented code. Then all counters are taken as known.
     """
     if known is not None and not any("__sass_" in name for name in known):
         known = None
@@ -133,10 +144,10 @@ def chosen(known: set[str] | None) -> dict[str, str]:
 
 
 def usable(case: Case, say: Callable[[str], None]) -> dict[str, str]:
-    """Return Nsight Compute's name for each of our names that it can count here.
+    """Return the counters that Nsight Compute can count here, as {our name: Nsight Compute's name}.
 
-    Counters that it refuses for `case` are left out; says which. Raises CountersError if even the
-    names in CERTAIN are refused.
+    The call `case` is counted to find out. Counters that fail are left out, and `say` prints their
+    names. Raise CountersError if even the counters in CERTAIN fail.
     """
     names = chosen(counters.available_metrics())
     result: dict[str, float] | str | None = None
@@ -165,7 +176,10 @@ def _named(metric: str, text: str) -> bool:
 
 
 def executed(opcodes: Mapping[str, float]) -> dict[str, float]:
-    """Return the executed warp instructions by our names, from the executions by opcode."""
+    """Return the number of executed warp instructions by our names.
+
+    `opcodes` maps an opcode to its number of executions.
+    """
     return {
         name: sum(
             n for op, n in opcodes.items() if re.fullmatch(rf"({counter.opcodes})(\..*)?", op)
@@ -181,9 +195,10 @@ Numbers = list[dict[str, float] | str]
 def profiled(
     cases: Sequence[Case], names: Mapping[str, str], say: Callable[[str], None]
 ) -> tuple[Numbers, Numbers]:
-    """Return, for each case, values by ncu's counter and executed instructions by our name.
+    """Return two lists with one entry for each case.
 
-    A case that failed has the reason instead.
+    The entries of the first list are values by Nsight Compute's counter. The entries of the second
+    list are executed instructions by our name. If a case failed, its entry is the reason.
     """
     say(f"  Nsight Compute: {len(cases)} calls, {len(names)} counters")
     metrics = list(dict.fromkeys((*counters.TRAFFIC, *names.values())))
@@ -204,7 +219,10 @@ def _tried(
 
 
 def ratio(measured: float | None, count: float | None) -> float | None:
-    """Return measured divided by counted; 1 if both are 0, None if one is missing."""
+    """Return the measured number divided by the counted number.
+
+    Return 1 if both are 0, and None if a number is missing.
+    """
     if measured is None or count is None:
         return None
     if measured == count:

@@ -14,7 +14,7 @@ from ..lab.measure.check import PEER_BOUND, ROUNDING, WrongResult
 from ..lab.measure.timing import attempt
 from ..lab.record import ran
 
-# Series: what runs a whole problem on every GPU alone, both orders, and others' ways.
+# Series: one GPU that computes the complete problem, our two loop orders, and other methods.
 ONE, KV, Q, ULYSSES = "one-gpu", "ring-kv", "ring-q", "ulysses"
 CP_FLASH, CP_CUDNN = "torch-cp-fa2", "torch-cp-cudnn"
 OURS = (KV, Q)
@@ -23,17 +23,17 @@ HEADS, HEAD_DIM, CHECKED = 16, 128, 1024
 LINK, MERGE = "link", "merge"
 LINK_BYTES = 2**29
 _BACKENDS = {CP_FLASH: "FLASH_ATTENTION", CP_CUDNN: "CUDNN_ATTENTION"}
-# Seconds between two looks at what was found.
+# Seconds between two checks for new results.
 POLL = 0.5
-# A collective that waits so long has lost a rank.
+# If a collective operation waits this long, a rank has failed.
 TIMEOUT = datetime.timedelta(seconds=120)
 
 
 @dataclass(frozen=True)
 class Task:
-    """One call to time: a series and a problem of `seqlen` rows over all ranks.
+    """One call to time: a series, and a problem of `seqlen` rows in total over all ranks.
 
-    The series may also be LINK or MERGE, which time the link and the kernel that merges.
+    If the series is LINK or MERGE, the link or the kernel that merges results is timed instead.
     """
 
     series: str
@@ -45,18 +45,18 @@ class Task:
 
 @dataclass
 class Found:
-    """What the ranks found for one task.
+    """The result of one task, on which all ranks agree.
 
     Parameters
     ----------
     index : int
         Number of the task.
     samples : list of float
-        Milliseconds of each repeat, on the slowest rank.
+        Milliseconds of each repeat, on the slowest rank. Empty if the task failed.
     sent : int, default 0
-        Bytes sent, by the rank that sends most.
+        Bytes sent by the rank that sends most.
     memory : float, default 0.0
-        MiB of the rank that needs most.
+        Peak memory in MiB of the rank that needs most.
     failure : str, default ""
         Why the task failed.
     ran : dict
@@ -72,10 +72,9 @@ class Found:
 
 
 def run(tasks: Sequence[Task], ranks: int) -> Iterator[Found]:
-    """Time tasks in `ranks` processes of this host, one per GPU.
+    """Time tasks in `ranks` processes of this host, one process per GPU.
 
-    Yields what was found of each task as soon as it is known. The processes end when the caller
-    stops.
+    Yield the result of each task as soon as it is known. The processes end when the caller stops.
     """
     from torch import multiprocessing
 
@@ -103,7 +102,10 @@ def run(tasks: Sequence[Task], ranks: int) -> Iterator[Found]:
 
 
 def _lines(results: Path) -> list[Found]:
-    """Return what the first rank has written so far; an incomplete line is left for later."""
+    """Return the results that the first rank has written so far.
+
+    An incomplete last line is left out.
+    """
     if not results.exists():
         return []
     whole = results.read_text("utf-8").rpartition("\n")[0]
@@ -111,7 +113,11 @@ def _lines(results: Path) -> list[Found]:
 
 
 def _rank(rank: int, ranks: int, store: str, tasks: Sequence[Task], results: str) -> None:
-    """Run one process: all ranks run every task together, rank 0 writes what was found."""
+    """Run all tasks in one process, together with the other ranks.
+
+    `store` is a file by which the ranks find each other. Rank 0 appends each result to the file
+    `results`.
+    """
     import torch
     from torch import distributed as dist
 
@@ -133,11 +139,11 @@ def _rank(rank: int, ranks: int, store: str, tasks: Sequence[Task], results: str
 
 
 class _Failed(Exception):
-    """The reason why a task failed, the same on every rank."""
+    """Raised on every rank if a task fails on one of them. The message is the reason."""
 
 
 class _Bench:
-    """One rank: its GPU, and the calls, checks and timings of tasks."""
+    """The calls, checks and timings of tasks on one rank, which has one GPU."""
 
     def __init__(self, rank: int, ranks: int, device: Any) -> None:
         import torch
@@ -149,7 +155,10 @@ class _Bench:
         self.mesh = None
 
     def found(self, index: int, task: Task) -> Found:
-        """Check the task's kind of call once, then time it. All ranks agree on the result."""
+        """Check the task's kind of call, unless it was checked before, and then time the call.
+
+        The result is equal on all ranks.
+        """
         try:
             with self._all(self._within, task.series, task.causal):
                 if task.series in SERIES:
@@ -161,9 +170,9 @@ class _Bench:
             return Found(index, [], failure=str(error))
 
     def _all(self, work: Callable[..., Any], *given: Any) -> Any:
-        """Return this rank's result of `work`.
+        """Return this rank's result of `work`, which every rank calls.
 
-        Raise _Failed on all ranks if it fails on one of them.
+        Raise _Failed on all ranks if `work` fails on one of them.
         """
         result, failure = attempt(work, *given)
         every: list[Any] = [None] * self.ranks
@@ -244,9 +253,10 @@ class _Bench:
         )
 
     def _within(self, series: str, causal: bool) -> Any:
-        """Return the context in which a series runs: torch's context parallelism, or nothing.
+        """Return the context in which a series runs.
 
-        With a causal mask torch's split is the zigzag.
+        For torch's series, it is torch's context parallelism. With a causal mask, torch divides the
+        sequence in a zigzag. For other series, the context does nothing.
         """
         if series not in _BACKENDS:
             return contextlib.nullcontext()
@@ -257,7 +267,7 @@ class _Bench:
         if self.mesh is None:
             self.mesh = init_device_mesh(self.device.type, (self.ranks,))
         theirs._cp_options.enable_load_balance = causal
-        # The parts are split already; it asks for a tensor to split.
+        # The parts are split already, but torch requires a tensor to split.
         some = self.torch.zeros(1, 1, 256 * self.ranks, 1, device=self.device)
         stack = contextlib.ExitStack()
         stack.enter_context(
@@ -290,7 +300,7 @@ class _Bench:
             dist.barrier()
             torch.cuda.synchronize()
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            # Out of the L2 cache, and the host's part of the call is hidden behind it.
+            # Flush the L2 cache. The host prepares the call while the GPU flushes.
             self.flushed.zero_()
             self.flushed.zero_()
             begin.record()
@@ -304,7 +314,7 @@ class _Bench:
         return times, int(sent), memory
 
     def _check(self, task: Task) -> None:
-        """Check a call of a short problem against float64, once for each kind of call."""
+        """Compare a call of a short problem with float64, once for each kind of call."""
         key = (task.series, task.causal, task.pass_)
         if key not in self.passed:
             self._all(self._compare, *key)
@@ -355,15 +365,20 @@ def _float64(torch: Any, whole: Sequence[Any], causal: bool, pass_: str) -> tupl
 
 
 def _all_to_all(torch: Any) -> Any:
-    """Return DeepSpeed-Ulysses' exchange (arXiv 2309.14509) as an autograd function.
+    """Return DeepSpeed-Ulysses' exchange (arXiv 2309.14509) as an autograd function (x, to_heads).
 
-    If its second argument is true, it exchanges rows for heads, else heads for rows. Each is the
-    other's gradient.
+    If `to_heads` is true, ranks that have some rows of all heads get all rows of some heads. If it
+    is false, the exchange goes the other way. Each direction is the gradient of the other
+    direction.
     """
     dist = torch.distributed
 
     def exchange(x: Any, to_heads: bool) -> Any:
-        """Exchange (1, H, n, d) for (1, H / P, P n, d), or for (1, P H, n / P, d)."""
+        """Exchange parts of x with the other ranks, and return the result.
+
+        x has the shape (1, H, n, d), and P is the number of ranks. The result has the shape (1, H /
+        P, P n, d) if `to_heads` is true, else (1, P H, n / P, d).
+        """
         P = dist.get_world_size()
         _, H, n, d = x.shape
         parts = (

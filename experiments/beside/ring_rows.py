@@ -1,14 +1,16 @@
-"""What the rows of the experiment `ring` say: gains over one GPU, and a model of the time.
+"""Numbers that follow from the rows of the experiment `ring`: gains over one GPU, and a model.
 
-A step ends when its call is done and the parts that are on the link meanwhile have arrived:
+The model computes the time of a call of the ring. A call has one step per rank. In each step, every
+rank computes one attention call and merges the result, while parts travel on the link:
 
     T = sum over the steps s of max(call_s + merge_s, bytes on the link / bandwidth)
 
-During step s the link carries the operands for step s + 1 and the results of step s - 1. If results
-travel, half of the first step's heads are computed at the end, while the last results are on their
-way home. With a causal mask the first step is causal, and the other steps have half of the pairs of
-rows and columns. A call takes the time that one GPU took for the rank's length. A rank sends and
-receives at the same time. The model has no latency, no other traffic, and no wait for slower ranks.
+During step s, the link carries the operands for step s + 1 and the results of step s - 1. If
+results travel, half of the first step's heads are computed at the end, while the last results
+travel home. With a causal mask, the first step is causal, and the other steps have half of the
+pairs of rows and columns. The time of a call is the measured time of one GPU at the rank's length.
+A rank sends and receives at the same time. The model ignores latency, other traffic, and waiting
+for slower ranks.
 """
 
 import math
@@ -24,16 +26,17 @@ from .ring_ranks import HEAD_DIM, HEADS, LINK, LINK_BYTES, MERGE, ONE, OURS, SER
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured of one GPU and the link.
+    """Measured speeds of one GPU and of the link between GPUs.
 
     Parameters
     ----------
     times : mapping
-        Milliseconds of a call by (pass, causal, length), for the passes "fwd" and "fwd+bwd".
+        Milliseconds of a call on one GPU by (pass, causal, length), for the passes "fwd" and
+        "fwd+bwd".
     link : float
         Bytes per millisecond of the link, in one direction.
     merging : float
-        Bytes per millisecond of the kernel that merges.
+        Bytes per millisecond that the merging kernel loads and stores.
     """
 
     times: Mapping[tuple[str, bool, int], float]
@@ -41,9 +44,10 @@ class Measured:
     merging: float
 
     def call(self, passes: str, causal: bool, N: int) -> float | None:
-        """Return the milliseconds of one pass; None if it is not known.
+        """Return the milliseconds of a pass with N rows on one GPU; None if unknown.
 
-        Beyond the longest measured length, times grow in proportion to the work.
+        `passes` is "fwd" or "bwd". The time is known for measured lengths. Beyond the longest
+        measured length, it grows in proportion to the work (N^2).
         """
         known = [n for p, c, n in self.times if (p, c) == (_PASSES[passes], causal)]
         if not known or N < min(known):
@@ -66,9 +70,9 @@ _PASSES = {"fwd": "fwd", "bwd": "fwd+bwd"}
 def milliseconds(
     measured: Measured, problem: Problem, ranks: int, series: str, pass_: str
 ) -> float | None:
-    """Return the model's milliseconds of a call of the complete problem.
+    """Return the model's milliseconds for a call of the complete problem.
 
-    None if a time is not known.
+    Return None if the time of one GPU is unknown.
     """
     part, travels = _part(problem, ranks), _travels(series)
     times = [_pass(measured, part, ranks, travels, each) for each in _passes(pass_)]
@@ -77,7 +81,7 @@ def milliseconds(
 
 
 def _part(problem: Problem, ranks: int) -> Problem:
-    """Return one rank's part of a problem."""
+    """Return the part of a problem that one rank computes in one step."""
     n = problem.seqlen_q // ranks
     return replace(problem, seqlen_q=n, seqlen_k=n)
 
@@ -100,7 +104,7 @@ def _pass(measured: Measured, part: Problem, ranks: int, travels: str, passes: s
     merge = _merge_bytes(part, ranks, passes) / measured.merging
     if ranks == 1:
         return first
-    # Where results travel, half of the first step's call is left for the end.
+    # If results travel, half of the first step's call is computed at the end.
     last = first / 2 if one else 0.0
     total = max(first - last, operands / measured.link)
     for step in range(1, ranks):
@@ -112,9 +116,10 @@ def _pass(measured: Measured, part: Problem, ranks: int, travels: str, passes: s
 
 
 def _merge_bytes(part: Problem, ranks: int, passes: str) -> int:
-    """Return the bytes that a step's merge accesses: two results are read and one is written.
+    """Return the bytes that the merging kernel accesses in a step: two results in, one result out.
 
-    The sum has 16 bits between two ranks, else it is float32. The results are O, or dQ, dK and dV.
+    The results are O in the forward pass, and dQ, dK and dV in the backward pass. Their running sum
+    has 16 bits if there are two ranks, else it is float32.
     """
     n_q, n_k = (math.prod(shape) for shape in (part.q_shape, part.k_shape))
     e = io_model.ring_messages(part)[0] // (2 * n_k)  # K and V
@@ -125,22 +130,25 @@ def _merge_bytes(part: Problem, ranks: int, passes: str) -> int:
 
 
 def whole(N: int, causal: bool) -> Problem:
-    """Return the complete problem of a sequence length."""
+    """Return the problem of the complete sequence with N rows."""
     return Problem(1, HEADS, HEADS, N, N, HEAD_DIM, dtype="float16", causal=causal)
 
 
 def place(ranks: int) -> str:
-    """Return the text by which rows name a number of ranks."""
+    """Return the beginning of a row's note, which names the number of ranks."""
     return f"{ranks} ranks"
 
 
 def ranks_of(row: Row) -> int:
-    """Return the number of ranks that a row names."""
+    """Return the number of ranks that the note of a row names."""
     return int(row.place.split()[0])
 
 
 def sent_bytes(problem: Problem, ranks: int, series: str, pass_: str) -> int:
-    """Return the bytes sent in a call of the complete problem, by the rank that sends most."""
+    """Return the bytes sent by the rank that sends most, in a call of the complete problem.
+
+    The number is a closed form.
+    """
     part, travels = _part(problem, ranks), _travels(series)
     return max(
         sum(io_model.ring(part, ranks, r, travels=travels, passes=p).sent for p in _passes(pass_))
@@ -152,13 +160,16 @@ Key = tuple[str, str, bool, int]  # series, pass, causal, length
 
 
 def by_key(rows: Sequence[Row], metric: str) -> dict[Key, float]:
-    """Return measured numbers by series, pass, causal and length."""
+    """Return the measured values of a metric by (series, pass, causal, length)."""
     at = ("series", "pass_", "causal", "seqlen_q")
     return values(rows, *at, metric=metric, source="measured")
 
 
 def gains(rows: Sequence[Row]) -> dict[Key, float]:
-    """Return one GPU's time divided by that of each series."""
+    """Return the time on one GPU / the time of a series on several GPUs.
+
+    The key of a ratio is (series, pass, causal, length).
+    """
     times = by_key(rows, "time")
     return {
         key: times[ONE, *key[1:]] / time
@@ -168,9 +179,9 @@ def gains(rows: Sequence[Row]) -> dict[Key, float]:
 
 
 def measured(rows: Sequence[Row]) -> Measured | None:
-    """Return what the model needs: one GPU's times and the link.
+    """Return the measured speeds that the model needs.
 
-    None if the link was not measured.
+    Return None if the link or the merging kernel was not measured.
     """
     times = by_key(rows, "time")
     link = [t for (series, *_), t in times.items() if series == LINK]
@@ -179,13 +190,17 @@ def measured(rows: Sequence[Row]) -> Measured | None:
         return None
     ranks = {ranks_of(row) for row in rows if row.series == MERGE and row.value is not None}
     time, N = merge[0]
-    moved = 6 * HEADS * N // min(ranks) * HEAD_DIM  # two read and one written, of 16 bits
+    moved = 6 * HEADS * N // min(ranks) * HEAD_DIM  # two arrays read and one written, 2 bytes each
     own = {key[1:]: t for key, t in times.items() if key[0] == ONE}
     return Measured(own, LINK_BYTES / link[0], moved / time)
 
 
 def predicted(rows: Sequence[Row]) -> dict[Key, float]:
-    """Return the model's milliseconds of every measured call of ours, if known."""
+    """Return the model's milliseconds for each measured call of our series.
+
+    The key is (series, pass, causal, length). Calls whose time the model does not know are left
+    out.
+    """
     machine, found = measured(rows), {}
     for row in rows:
         if machine is None or row.metric != "time" or row.series not in OURS or row.failed:
@@ -200,7 +215,11 @@ def predicted(rows: Sequence[Row]) -> dict[Key, float]:
 def efficiency(
     machine: Measured, N: int, ranks: int, series: str, causal: bool, pass_: str
 ) -> float | None:
-    """Return the share of the model's time in which attention calls are computed."""
+    """Return the share of a call's time in which GPUs compute attention, by the model.
+
+    The share is the time with an infinitely fast link and merging / the time with the given speeds.
+    Return None if a time is unknown.
+    """
     free = replace(machine, link=float("inf"), merging=float("inf"))
     time, alone = (
         milliseconds(at, whole(N, causal), ranks, series, pass_) for at in (machine, free)

@@ -1,8 +1,8 @@
 """A small language model in NumPy or torch with any attention, with or without a K/V cache.
 
-It has RMS normalisation before each part, without parameters, and ReLU. It has no position vectors
-but ALiBi: each head subtracts its slope times the distance, so that a text may be longer than the
-texts of the training.
+Each layer normalises by the root mean square, without parameters, and uses ReLU. There are no
+position vectors. The model uses ALiBi instead: each head subtracts its slope times the distance
+from the scores. A text may therefore be longer than the texts of the training.
 """
 
 from __future__ import annotations
@@ -18,15 +18,19 @@ import fa_numba
 from ..lab.measure.workloads import SEED
 
 Weights = Mapping[str, Any]
-# attend(layer, q, k, v): (B, H, N, d) each.
-Attend = Callable[[int, Any, Any, Any], Any]
+# Takes (layer, q, k, v) and returns the output. The arrays have shape (B, H, N, d).
+LayerAttention = Callable[[int, Any, Any, Any], Any]
 
 EPSILON = 1e-5
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of a model: characters of the alphabet, heads, columns of a head, layers."""
+    """The sizes of a model.
+
+    `alphabet` is the number of different characters, and `head_dim` the number of columns of a
+    head.
+    """
 
     alphabet: int
     heads: int
@@ -35,25 +39,25 @@ class Sizes:
 
     @property
     def width(self) -> int:
-        """Return the columns of all heads together."""
+        """Return the number of columns of all heads together."""
         return self.heads * self.head_dim
 
     @property
     def slopes(self) -> np.ndarray:
-        """Return the ALiBi slopes: 1/2, 1/4, 1/8 ... by head (Press et al. 2022)."""
+        """Return the ALiBi slopes of the heads: 1/2, 1/4, 1/8 ... (Press et al. 2022)."""
         return (2.0 ** -np.arange(1, self.heads + 1)).astype(np.float32)
 
 
-def logits(w: Weights, sizes: Sizes, characters: Any, attend: Attend) -> Any:
-    """Return the logits (B, N, alphabet) of characters (B, N).
+def logits(w: Weights, sizes: Sizes, characters: Any, layer_attention: LayerAttention) -> Any:
+    """Return the logits (B, N, alphabet) for characters (B, N), given as numbers.
 
-    The arrays are NumPy arrays or torch tensors, like the weights `w`. `attend` computes the
-    attention of a layer.
+    The arrays are NumPy arrays or torch tensors, like the weights `w`. `layer_attention` takes the
+    number of a layer, q, k and v, and computes the attention of the layer.
     """
     x = w["characters"][characters]
     for layer in range(sizes.layers):
         q, k, v = _heads(_norm(x) @ w[f"{layer}.qkv"], sizes)
-        heads = attend(layer, q, k, v).swapaxes(1, 2).reshape(*x.shape[:2], sizes.width)
+        heads = layer_attention(layer, q, k, v).swapaxes(1, 2).reshape(*x.shape[:2], sizes.width)
         x = x + heads @ w[f"{layer}.out"]
         hidden = _norm(x) @ w[f"{layer}.up"]
         x = x + (hidden * (hidden > 0)) @ w[f"{layer}.down"]
@@ -61,12 +65,12 @@ def logits(w: Weights, sizes: Sizes, characters: Any, attend: Attend) -> Any:
 
 
 def _norm(x: Any) -> Any:
-    """Divide by the root mean square of each row."""
+    """Return x divided by the root mean square of each row."""
     return x * ((x * x).mean(-1, keepdims=True) + EPSILON) ** -0.5
 
 
 def _heads(qkv: Any, sizes: Sizes) -> list[Any]:
-    """Split (B, N, 3 H d) into q, k and v of shape (B, H, N, d)."""
+    """Split an array (B, N, 3 H d) into q, k and v of shape (B, H, N, d)."""
     B, N, _ = qkv.shape
     D = sizes.width
     parts = (qkv[:, :, n * D : (n + 1) * D] for n in range(3))
@@ -74,16 +78,21 @@ def _heads(qkv: Any, sizes: Sizes) -> list[Any]:
 
 
 def _like(x: Any, other: Any) -> Any:
-    """Return `x` in the dtype of `other`."""
+    """Return `x` in the dtype of the array `other`."""
     return x.to(other.dtype) if hasattr(x, "to") else x.astype(other.dtype)
 
 
 @dataclass
 class Cache:
-    """Keys and values of every layer in pages.
+    """The keys and values of every layer, in pages.
 
-    `block_table` lists the pages of each sequence. `kv_lens` is the number of keys before the
-    current step, `then` the number after it.
+    | field | meaning |
+    |---|---|
+    | pages | the pages of K and of V of each layer |
+    | block_table | the pages of each sequence |
+    | kv_lens | number of keys of each sequence before the current step |
+    | then | number of keys of each sequence after the current step |
+    | options | further options of `flash_attention_2` |
     """
 
     pages: list[tuple[Any, Any]]
@@ -106,11 +115,11 @@ class Cache:
         sequences : int
             Number of sequences.
         length : int
-            Most keys of a sequence.
+            Largest number of keys of a sequence.
         page_size : int
             Rows of a page.
         put : callable
-            Takes an array and a dtype and returns the array where the model runs.
+            Takes a NumPy array and a dtype, and returns the array in memory of the model's device.
         dtype : str
             Dtype of the keys and values.
         **options
@@ -133,7 +142,10 @@ class Cache:
         return cls(pages, table, before, then, options)
 
     def attend(self, layer: int, q: Any, k: Any, v: Any) -> Any:
-        """Append the new keys and values, and return the attention of the new rows to all rows."""
+        """Append k and v to the cache of a layer, and return the attention of q to all keys.
+
+        In each step, the layers must be called in order, beginning with layer 0.
+        """
         k_pages, v_pages = self.pages[layer]
         if layer == 0:
             self.kv_lens[:] = self.then
@@ -152,29 +164,32 @@ class Cache:
         return _like(found, q)
 
 
-def whole(dtype: Any, **options: Any) -> Attend:
-    """Return an attention function without a cache, in the dtype of the array `dtype`."""
+def whole(dtype: Any, **options: Any) -> LayerAttention:
+    """Return a function that computes the attention of a layer without a cache.
 
-    def attend(layer: int, q: Any, k: Any, v: Any) -> Any:
+    The function takes (layer, q, k, v). It computes in the dtype of the array `dtype`.
+    """
+
+    def uncached(layer: int, q: Any, k: Any, v: Any) -> Any:
         arrays = (_like(x, dtype) for x in (q, k, v))
         return _like(fa_numba.flash_attention_2(*arrays, causal=True, **options), q)
 
-    return attend
+    return uncached
 
 
 def steps(
-    w: Weights, sizes: Sizes, characters: Any, attend: Attend,
+    w: Weights, sizes: Sizes, characters: Any, layer_attention: LayerAttention,
     *, first: int, cached: bool,
 ) -> Iterator[int]:  # fmt: skip
-    """Write the likeliest next character at each position, from `first` on.
+    """Write the likeliest next character at each position of `characters`, from `first` on.
 
-    Yield the length after each.
-
-    With `cached`, the model gets only the characters that are new since the last step.
+    `characters` has the shape (sequences, length). After each character, yield the length of the
+    texts so far. If `cached` is true, the model gets only the characters that are new since the
+    last step.
     """
     begin = 0
     for n in range(first, characters.shape[1]):
-        found = logits(w, sizes, characters[:, begin:n], attend)
+        found = logits(w, sizes, characters[:, begin:n], layer_attention)
         characters[:, n] = found[:, -1].argmax(-1)
         begin = n if cached else 0
         yield n + 1

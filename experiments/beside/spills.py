@@ -1,11 +1,9 @@
-"""What Hopper's backward kernels spill, found by compiling them without a GPU.
+"""The bytes that Hopper's backward kernels spill, found by compiling the kernels without a GPU.
 
-Plans read the table.
-
-A row of `fa_numba/choices/spills.csv` is an option, alone or with another option, for a range of
-head dimensions. Its kernels are compiled at the largest head dimension; and also below where a
-thread's registers are divided differently; each with the masks that the row is about. The row has
-the most bytes that one of these kernels spills.
+Plans use the table `fa_numba/choices/spills.csv`. A row of the table is about an option, alone or
+with another option, for a range of head dimensions. To fill a row, the kernels of several calls are
+compiled (see `calls`). The row contains the largest number of bytes that one of these kernels
+spills.
 """
 
 import csv
@@ -25,8 +23,8 @@ from fa_numba.choices.facts import SPILLS, spills_allowed
 
 from ..lab.record import write_if_changed
 
-N, HEADS = 512, 16  # more heads than are few: a call whose column tiles go in one chunk
-DIMENSIONS = (48, 64, 192)  # from one to the next registers are shared out otherwise
+N, HEADS = 512, 16  # enough heads that the kernel takes all column tiles in one chunk
+DIMENSIONS = (48, 64, 192)  # up to each of these, registers are divided in a different way
 LENGTHS = ("q_lens", "kv_lens", "packed")
 _ENDS = [0, N]
 _CAP, _TABLE = 5.0, np.zeros((HEADS, 2 * N), np.float32)
@@ -40,7 +38,7 @@ GIVEN: dict[str, dict[str, Any]] = {
     "q_lens": {"q_lens": [N]},
     "kv_lens": {"kv_lens": [N]},
     "packed": {"cu_seqlens_q": _ENDS, "cu_seqlens_k": _ENDS},
-    # A slope that is not 1, and an array from outside.
+    # A score_mod whose slope is not 1, and a score_mod with a captured array.
     "slope_of": {"score_mod": lambda s, b, h, i, j: _CAP * math.tanh(s / _CAP)},
     "dcaptured": {
         "score_mod": lambda s, b, h, i, j: s + _TABLE[h, i - j + N],
@@ -50,7 +48,12 @@ GIVEN: dict[str, dict[str, Any]] = {
 
 
 def calls(row: dict[str, str]) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """Yield the head dimension and the options of each call that a row of the table is about."""
+    """Yield the calls for a row of the table, as (head dimension, names of options in GIVEN).
+
+    The head dimensions are those in DIMENSIONS within the row's range. If the range does not end at
+    one of them, the head dimension is 64. The calls are with and without a causal mask, unless the
+    row is about one of the two cases.
+    """
     option, beside = row["option"], row["beside"]
     last = int(row["last"])
     dims = [d for d in DIMENSIONS if int(row["first"]) <= d <= last] if last in DIMENSIONS else [64]
@@ -65,7 +68,10 @@ def calls(row: dict[str, str]) -> Iterator[tuple[int, tuple[str, ...]]]:
 
 
 def spilled(d: int, options: tuple[str, ...]) -> int:
-    """Return the bytes that the kernels of a call spill."""
+    """Return the largest number of bytes that one kernel of a backward call spills.
+
+    `d` is the head dimension, and `options` are names in GIVEN.
+    """
     given: dict[str, Any] = {}
     for name in options:
         given |= GIVEN[name]
@@ -78,9 +84,9 @@ def spilled(d: int, options: tuple[str, ...]) -> int:
 
 
 def write(say: Callable[[str], None], path: Path = SPILLS) -> bool:
-    """Compile the calls of all rows and write their bytes into the table.
+    """Compile the calls of all rows, and write the spilled bytes into the table.
 
-    Return whether it changed.
+    Return whether the table changed. `say` prints a line.
     """
     with open(path, newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))

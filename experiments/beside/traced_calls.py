@@ -10,14 +10,15 @@ from ..lab.measure.moves import Move, Trace
 from ..lab.measure.series import algorithm, plan, unit
 from ..lab.measure.workloads import Inputs
 
-# The dtype of the traced calls of each unit.
+# Unit -> dtype of the traced calls.
 UNITS = {"simt": "float32", "mma": "float16", "wgmma": "float16"}
-# The most tiles of S, since more are too small to see, and the most multiply-adds of a trace.
+# The largest number of tiles of S, because more are too small to see, and the largest number of
+# multiply-adds of a traced call.
 MOST_TILES, MOST_STEPS = 400, 2**26
 
 
 def check(N: int, d: int, Br: int, Bc: int) -> None:
-    """Raise ValueError for sizes that would take the emulator long, or tiles too small to see."""
+    """Raise ValueError if there are too many tiles to see, or if the emulator would take long."""
     tiles, taken = -(-N // Br) * -(-N // Bc), 2 * N * N * max(d, 32)
     if tiles > MOST_TILES:
         raise ValueError(
@@ -32,7 +33,7 @@ def check(N: int, d: int, Br: int, Bc: int) -> None:
 
 
 def problem_of(N: int, d: int, causal: bool, window: int, on: str) -> Problem:
-    """Return the problem of one head.
+    """Return the problem of one head with N rows of Q and K, on the unit `on`.
 
     A row sees `window` columns on either side. If `window` is 0, a row sees all columns.
     """
@@ -43,9 +44,9 @@ def problem_of(N: int, d: int, causal: bool, window: int, on: str) -> Problem:
 def planned(
     series: str, problem: Problem, tiles: fa_numba.Tiles, blocks: Any = None
 ) -> fa_numba.Plan:
-    """Return the plan on the emulated device, with a mask's `blocks`.
+    """Return the plan of a call on the emulated device.
 
-    Raise ValueError like `check`.
+    `blocks` is the block mask of the call, if any. Raise ValueError like `check`.
     """
     check(problem.seqlen_q, problem.head_dim, tiles.Br, tiles.Bc)
     with device.using("emulator"):
@@ -53,14 +54,20 @@ def planned(
 
 
 def sizes(tiles: fa_numba.Tiles, blocks: Any = None) -> dict[str, Any]:
-    """Return the options that give a call's tiles; with a block mask the mask gives them."""
+    """Return the option that gives a call its tiles.
+
+    It is the block mask `blocks` if there is one, else `tiles`.
+    """
     return {"tiles": tiles} if blocks is None else {"block_mask": blocks}
 
 
 def trace(
     inputs: Inputs, series: str, problem: Problem, tiles: fa_numba.Tiles, blocks: Any = None
 ) -> Trace:
-    """Return the trace of a call; raise ValueError like `planned`."""
+    """Run a call on the emulator and return the trace of its loads and stores.
+
+    Raise ValueError like `check`.
+    """
     planned(series, problem, tiles, blocks)
     with device.using("emulator"), emulator.trace() as accesses:
         fa_numba.attention(
@@ -73,9 +80,9 @@ def trace(
         )
     moves, clock = [], 0
     for access in sorted(accesses, key=lambda access: (access.block[::-1], access.step)):
-        # In 16 bits O's sums pass through memory in an array of float32, A: it is O's tile.
+        # In 16 bits, FA-1 stores the sums of O in a float32 array A. They count as tiles of O.
         array = "O" if access.array == "A" else access.array
-        if array not in "QKVOlmL":  # a counter of row tiles that Hopper's blocks take
+        if array not in "QKVOlmL":  # the counter of work tiles of persistent thread blocks
             continue
         block, moved = access.block[0], access.bytes
         moves.append(Move(array, access.kind, *access.rows, block, moved, clock, ""))

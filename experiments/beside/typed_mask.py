@@ -1,4 +1,4 @@
-"""A mask that a reader types on the page: a Python expression of i and j."""
+"""A mask that a reader types on the page explore.html: a Python expression of i and j."""
 
 import ast
 import linecache
@@ -19,7 +19,7 @@ ALLOWED += f"{', '.join(CALLS)} and the functions of math"
 
 
 def _is_known(node: ast.AST) -> bool:
-    """Return whether a part of the expression is allowed."""
+    """Return whether a node of the typed expression is allowed."""
     match node:
         case ast.Attribute(value=ast.Name(id="math"), attr=name):
             return not name.startswith("_")
@@ -27,16 +27,16 @@ def _is_known(node: ast.AST) -> bool:
             return name in NAMES
         case ast.Constant(value=value):
             return isinstance(value, (bool, int, float))
-        case ast.Pow():  # a number of any length, before anybody asks for its value
+        case ast.Pow():  # a power of constants may have any number of digits
             return False
     return isinstance(node, _WORDS)
 
 
 @lru_cache(maxsize=32)
 def function_of(text: str) -> Callable[..., Any]:
-    """Return the function (b, h, i, j) of the typed expression.
+    """Return the typed expression as a function of (b, h, i, j).
 
-    Raise ValueError if it is not allowed.
+    Raise ValueError if the expression has a syntax error or contains something that is not allowed.
     """
 
     def refused(what: str) -> ValueError:
@@ -52,13 +52,16 @@ def function_of(text: str) -> Callable[..., Any]:
     for node in ast.walk(body):
         if not _is_known(node):
             raise refused(ast.unparse(node) if isinstance(node, ast.expr) else "a power")
-    linecache.cache[name] = (len(source), None, [source], name)  # where its source is looked for
+    linecache.cache[name] = (len(source), None, [source], name)  # inspect finds the source here
     return eval(code, {"math": math, "__builtins__": CALLS})
 
 
 @lru_cache(maxsize=4)
 def blocks_of(text: str, N: int, tiles: fa_numba.Tiles) -> Any:
-    """Return the block mask of the typed expression for N x N scores; None for an empty text."""
+    """Return the block mask of a typed expression for N x N scores; None for an empty text.
+
+    Raise ValueError if the expression is not allowed.
+    """
     if not text.strip():
         return None
     mask = function_of(text)

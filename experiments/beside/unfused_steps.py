@@ -1,4 +1,4 @@
-"""The steps of standard attention, one by one, compared with the kernels that fuse them."""
+"""The steps of standard attention, timed one by one, compared with the kernels that fuse them."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -14,7 +14,7 @@ from ..lab.record import Bench, Row, published_numbers
 from ..lab.show import style, tables
 
 DROPOUT, SEED = 0.1, 7
-# FA-1's Fig. 1 right, in order, and which of them each of our three kernels does.
+# The steps in FA-1's Fig. 1 right, in order, and the steps that each of our three kernels computes.
 STEPS = ("matmul QK^T", "scale, mask", "softmax", "dropout", "matmul PV")
 FUSED = "fused"
 KERNELS = {
@@ -22,7 +22,7 @@ KERNELS = {
     "standard_softmax": STEPS[2:4],
     "standard_output": STEPS[4:],
 }
-# What the notes of their rows say.
+# Kernel -> note of its rows.
 PLACES = {name: " + ".join(steps) for name, steps in KERNELS.items()}
 OURS, THEIRS = "standard-mma", peers.UNFUSED
 FUSED_SERIES = ("fa1-mma", "fa2-mma", peers.FLASH, peers.CUDNN)
@@ -30,7 +30,10 @@ DURATION = "gpu__time_duration.sum"
 
 
 def measure(name: str, problem: Problem, inputs: Inputs, bench: Bench) -> Iterator[Row]:
-    """Measure the time of each step and of the fused kernels, forward. The note names the step."""
+    """Yield the forward times of each step of standard attention, and of the fused kernels.
+
+    `name` is the experiment's name. The note of a row names the step.
+    """
     common = columns(name, "", problem, str(bench.machine))
     host = inputs(problem)[:3]
     arrays = peers.on_device(host, problem.dtype)
@@ -56,7 +59,7 @@ def measure(name: str, problem: Problem, inputs: Inputs, bench: Bench) -> Iterat
 def _torch(problem: Problem, host: Any, arrays: Any, common: dict[str, Any]) -> Iterator[Row]:
     def timed() -> dict[str, Timing]:
         steps = torch_steps(problem, *arrays)
-        # What is timed is checked: the steps together, with nothing dropped.
+        # Check the result of all steps together. The dropped P is not used by the last step.
         for step in steps.values():
             out = step()
         check.gate(problem, "fwd", *host).peer(out)
@@ -72,7 +75,10 @@ def _torch(problem: Problem, host: Any, arrays: Any, common: dict[str, Any]) -> 
 
 
 def torch_steps(problem: Problem, q: Any, k: Any, v: Any) -> dict[str, Callable[[], Any]]:
-    """Return a function for each of torch's steps, which uses the result of the step before."""
+    """Return the steps of torch's unfused attention as {step: function}.
+
+    A function uses the results of the steps before. The functions must be called in order.
+    """
     torch = peers.torch
     tq, tk, tv = (torch.as_tensor(x, device="cuda") for x in (q, k, v))
     shape = (problem.seqlen_q, problem.seqlen_k)
@@ -106,7 +112,7 @@ def _kernels(problem: Problem, bench: Bench, common: dict[str, Any]) -> Iterator
         return
 
     def launched() -> dict[str, float]:
-        """Return the milliseconds of each kernel."""
+        """Return the milliseconds of each of our kernels, by the kernel's name."""
         case = counters.Case(OURS, problem, {"dropout_p": DROPOUT})
         kernels = plan(OURS, problem, dropout_p=DROPOUT).kernels
         (found,) = counters.count_kernels([case], (DURATION,))
@@ -120,20 +126,20 @@ def _kernels(problem: Problem, bench: Bench, common: dict[str, Any]) -> Iterator
         yield calls.time_row(timing, failure, place, **common)
 
 
-# The paper's names of the steps.
+# Step -> name of the step in published.csv.
 _PUBLISHED = {
     **dict(zip(STEPS, ("Matmul QK^T", "Mask", "Softmax", "Dropout", "Matmul PV"), strict=True)),
     FUSED: "FlashAttention fused",
 }
 _SHADES = dict(zip(STEPS, ("#3B0A45", "#D9B8E3", "#8E5AA0", "#B48CC4", "#5E2A6E"), strict=True))
-# Kernels that do several steps have the colour of the first and the hatch of the others.
+# Kernels that compute several steps have the colour of the first step, and a hatch.
 _HATCHED = {
     PLACES[name]: (KERNELS[name][0], "///") for name in ("standard_scores", "standard_softmax")
 }
 
 
 def published_steps() -> dict[str, float]:
-    """Return the milliseconds of each step, and of FUSED, in FA-1's Fig. 1 right."""
+    """Return the milliseconds of each step, and of the fused kernel, from FA-1's Fig. 1 right."""
     where = {"paper": "fa1", "item": "Fig. 1 right", "metric": "runtime"}
     return {
         step: published_numbers.value(method=name, **where) for step, name in _PUBLISHED.items()
@@ -141,14 +147,18 @@ def published_steps() -> dict[str, float]:
 
 
 def times(rows: Sequence[Row]) -> dict[tuple[str, str], float]:
-    """Return milliseconds by series and step, for the longest sequence."""
+    """Return milliseconds by (series, step), for the longest sequence."""
     steps = [row for row in rows if row.metric == "time" and row.place and row.value is not None]
     longest = max(((r.seqlen_q, r.batch) for r in steps), default=None)
     return {(r.series, r.place): r.number for r in steps if (r.seqlen_q, r.batch) == longest}
 
 
 def _stack(ax: Any, at: int, steps: dict[str, float], hollow: bool) -> None:
-    """Draw the steps of one implementation as a stacked bar."""
+    """Draw the steps of one implementation as a stacked bar.
+
+    `steps` maps a step to milliseconds, and `at` is the position of the bar. Published bars are
+    hollow.
+    """
     left = 0.0
     for step, value in steps.items():
         first, hatch = _HATCHED.get(step, (step, ""))
@@ -205,13 +215,13 @@ def draw(ax: Any, rows: Sequence[Row]) -> None:
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
-    """Return the table of the steps: published, torch's and ours."""
+    """Return the table of the times of the steps: published, torch's and ours."""
     found, paper = times(rows), published_steps()
     if not found:
         return None
     lines = []
     for step in STEPS:
-        # A kernel of several steps stands at the first of them.
+        # The time of a kernel with several steps is in the line of its first step.
         first = {KERNELS[name][0]: place for name, place in PLACES.items()}
         ours = tables.number(found, (OURS, first.get(step)), ".2f")
         if step not in first:

@@ -38,12 +38,13 @@ Variant = Callable[[int, int], dict[str, Any]]
 
 NAME = "variants"
 TIMED = Problem(4, 16, 16, 4096, 4096, 64, dtype="float16")
-# On which results are held to float64: a square image in eighths, which ends within a tile.
+# The problem for the comparison with float64. N is a square (for images) and a multiple of 8, but
+# no multiple of the tile sizes.
 CHECKED = Problem(1, 2, 2, 144, 144, 64, dtype="float16")
 SERIES = ("fa1-mma", "fa2-mma", HOPPER_FA1, HOPPER)
 PASSES = ("fwd", "bwd")
 JOBS = 16  # processes that compile, at most
-SECONDS = 0.1  # of a long call's repeats
+SECONDS = 0.1  # for the repeats of a long call
 PROTOCOL = (
     "on a GPU tiles are those of the plan of a call with the function, and blocks of a mask are "
     f"made before; O and all gradients are held to float64 at N={CHECKED.seqlen_q}, with the same "
@@ -55,10 +56,10 @@ PROTOCOL = (
 
 
 def flex_given(make: Variant, N: int, H: int, place: str = "cuda") -> dict[str, Any]:
-    """Return what flex_attention takes for one of our variants.
+    """Return the option of flex_attention, as {name: function}, for one of our variants.
 
-    It uses the values that our function captures. Raises KeyError for a variant without a
-    counterpart.
+    `make` is our variant. torch's function uses the values that our function captures. Raise
+    KeyError if there is no such function for the variant.
     """
     ((option, function),) = make(N, H).items()
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
@@ -68,7 +69,7 @@ def flex_given(make: Variant, N: int, H: int, place: str = "cuda") -> dict[str, 
     return {option: _MADE[make.__name__](**values | moved)}
 
 
-# By the variant's name: of what ours takes from outside the function that torch's takes.
+# Variant -> function that takes the captured values of our function and returns torch's function.
 _MADE: Mapping[str, Callable[..., Callable]] = {
     "causal": lambda: lambda b, h, i, j: j <= i,
     "sliding_window": lambda width: lambda b, h, i, j: (i >= j) & (i - j < width),
@@ -99,14 +100,14 @@ _MADE: Mapping[str, Callable[..., Callable]] = {
 
 
 def _warm() -> None:
-    """Compile and run a trivial function with torch."""
+    """Compile and run a trivial function with torch, which loads torch's compiler."""
     double = torch.compile(lambda x: x * 2, dynamic=False)
     double(torch.zeros(64, device="cuda"))
     torch.cuda.synchronize()
 
 
 def on_device(function: FunctionType) -> FunctionType:
-    """Return the function with its captured arrays on the GPU."""
+    """Return the same function with its captured NumPy arrays on the GPU."""
     values = [cell.cell_contents for cell in function.__closure__ or ()]
     moved = (
         peers.on_device((x,), x.dtype.name)[0] if isinstance(x, np.ndarray) else x for x in values
@@ -120,13 +121,16 @@ def _how(series: str) -> dict[str, Any]:
 
 
 def planned(series: str, pass_: str, problem: Problem, **options: Any) -> fa_numba.Plan:
-    """Return the plan of a series' call."""
+    """Return the plan of a series' call in a pass."""
     how = {"dtype": problem.dtype, "passes": pass_, **_how(series)}
     return fa_numba.plan(problem.q_shape, problem.k_shape, **how, **options)
 
 
 def options_of(make: Variant, series: str, pass_: str, problem: Problem) -> dict[str, Any]:
-    """Return the options of a variant's call, with captured arrays on the GPU."""
+    """Return the options of a variant's call.
+
+    Arrays that the variant's function captures are on the GPU.
+    """
     tiles = planned(series, pass_, TIMED, **make(TIMED.seqlen_q, TIMED.heads_q)).tiles
     ((option, function),) = make(problem.seqlen_q, problem.heads_q).items()
     moved = on_device(function)
@@ -141,7 +145,7 @@ def call(
 ) -> Callable[..., Any]:
     """Return a function that runs a series once in a pass.
 
-    `saved` is O and L for the backward pass.
+    `arrays` are q, k, v and dout. `saved` are O and L, which the backward pass needs.
     """
     q, k, v, dout = arrays
     own = _how(series) | options
@@ -151,16 +155,19 @@ def call(
 
 
 def _saved(make: Variant, problem: Problem, arrays: Sequence[Any]) -> Any:
-    """Return O and L, which the backward passes of both loop orders take."""
+    """Return O and L of a variant, computed by FA-2.
+
+    The backward passes of both loop orders take these arrays.
+    """
     options = options_of(make, "fa2-mma", "fwd", problem)
     q, k, v = arrays[:3]
     return fa_numba.attention(q, k, v, return_lse=True, **_how("fa2-mma"), **options)
 
 
 def compile_ours(make: Variant, series: str, pass_: str) -> float:
-    """Return the seconds until all kernels of a pass are compiled.
+    """Return the seconds until all kernels of a pass are planned and compiled.
 
-    NaN if some were cached on disk.
+    Return NaN if all of these kernels were cached on disk before.
     """
     device.synchronize()
     start = time.perf_counter()
@@ -183,7 +190,7 @@ def compile_flex(make: Variant, pass_: str) -> float:
 
 
 def flex_call(make: Variant, pass_: str, arrays: Sequence[Any]) -> Callable[..., Any]:
-    """Return a function that runs flex_attention once for a variant."""
+    """Return a function that runs flex_attention once in a pass for a variant."""
     given = flex_given(make, TIMED.seqlen_q, TIMED.heads_q)
     if pass_ == "fwd":
         return flex.call(TIMED, *arrays[:3], **given)
@@ -191,8 +198,11 @@ def flex_call(make: Variant, pass_: str, arrays: Sequence[Any]) -> Callable[...,
 
 
 def _begin() -> None:
-    """Prepare a process that compiles: load what every compilation needs, untimed."""
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # and torch in no others of its own
+    """Prepare a process that compiles: load in advance what every compilation needs.
+
+    This time is not measured.
+    """
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # torch starts no processes of its own
     if peers.available():
         attempt(_warm)
     attempt(device.synchronize)
@@ -201,15 +211,15 @@ def _begin() -> None:
 def _compiled(
     variants: Mapping[str, Variant], timed: Sequence[str], bench: Bench, machine: str
 ) -> list[Row]:
-    """Return rows of the time to compile each variant.
+    """Return the rows with the time to compile each variant, for each series and pass.
 
-    Processes compile in parallel, nothing is timed.
+    Several processes compile at the same time. No kernel is timed meanwhile.
     """
     jobs = min(JOBS, os.cpu_count() or 1)
     found: list[tuple[tuple[str, str, str], Future]] = []
     rows = []
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _begin) as pool:
-        # Those that take longest go first.
+        # Compilations that take longest are started first.
         for name, make in variants.items():
             for pass_ in PASSES[::-1] if peers.available() else ():
                 work = pool.submit(compile_flex, make, pass_)
@@ -234,7 +244,7 @@ def _compiled(
 
 @contextlib.contextmanager
 def _empty_caches() -> Iterator[None]:
-    """Let torch cache compiled code in a new folder inside the context."""
+    """Make torch use new, empty folders for compiled code inside the context."""
     names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         caches = {name: os.path.join(folder, name) for name in names}
@@ -243,7 +253,11 @@ def _empty_caches() -> Iterator[None]:
 
 
 class Alike:
-    """A check that compares results with another series' first result of the same pass."""
+    """A check that compares a result with the first result of the same pass.
+
+    Call the object with a pass and a result. The results may be of different series. It raises
+    WrongResult if they differ too much.
+    """
 
     def __init__(self) -> None:
         self._first: dict[str, Any] = {}
@@ -269,7 +283,7 @@ def _real(x: Any) -> Any:
 
 
 def measure(variants: Mapping[str, Variant], bench: Bench) -> Iterator[Row | Sequence[Row]]:
-    """Measure the time to compile, then the times of all variants."""
+    """Yield the times to compile all variants, and then the times of all variants."""
     timed = [s for s in SERIES if unit(s) != "wgmma" or device.compute_capability() == (9, 0)]
     if not peers.available():
         bench.say("  no torch with CUDA here: flex_attention is not measured")
@@ -331,12 +345,15 @@ def _times(
 
 
 def times(rows: Sequence[Row], metric: str = "time") -> dict[tuple[str, str, str], float]:
-    """Return a metric by variant, series and pass."""
+    """Return the values of a metric by (variant, series, pass)."""
     return values(rows, "place", "series", "pass_", source="measured", metric=metric)
 
 
 def over_flex(rows: Sequence[Row], name: str, pass_: str) -> float | None:
-    """Return flex_attention's time divided by FA-2's, on the newest unit that was recorded."""
+    """Return flex_attention's time / FA-2's time for a variant and a pass.
+
+    FA-2's time is on wgmma if it was recorded, else on mma. Return None without both times.
+    """
     found = times(rows)
     ours = [found[name, s, pass_] for s in (HOPPER, "fa2-mma") if (name, s, pass_) in found]
     theirs = found.get((name, peers.FLEX, pass_))
@@ -344,7 +361,7 @@ def over_flex(rows: Sequence[Row], name: str, pass_: str) -> float | None:
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
-    """Return the table of all variants."""
+    """Return the table of the times of all variants, or None without times."""
     compiled, visited = times(rows, "compile"), times(rows, "visited")
     measured = [row for row in rows if row.source == "measured" and row.metric == "time"]
     names = list(dict.fromkeys(row.place for row in measured))

@@ -1,4 +1,4 @@
-"""The order in which the forward kernels move tiles, without a launch.
+"""The order in which the forward kernels move tiles, computed without running a kernel.
 
 The file explore_page/walk.js has the same functions in JavaScript. Tests compare both, and compare
 this module with the recorded traces of the emulator.
@@ -11,9 +11,9 @@ from fa_numba.dtypes import DTYPES
 
 from ..lab.measure.moves import ROW_TILES, Move, Trace
 
-# An access without its place in the trace: kind, array, number of the tile, bytes of a row.
+# An access: kind ("load" or "store"), array, number of the tile, bytes of a row.
 Access = tuple[str, str, int, int]
-SUM_BYTES = 4  # of an element of l, m, L and of the float32 sum of O
+SUM_BYTES = 4  # bytes of an element of l, m, L and of the float32 sum of O
 
 
 def column_tiles(i: int, N: int, Br: int, Bc: int, causal: bool, window: int) -> range:
@@ -56,9 +56,12 @@ def walk(
 def fa1(
     seen: list[range], Tc: int, d: int, element: int, starts_in_first_pass: bool
 ) -> Iterator[Access]:
-    """Yield the accesses of FA-1's thread block, given the column tiles that each row tile sees.
+    """Yield the accesses of FA-1's thread block in order.
 
-    In 16 bits O is a float32 sum in memory until the last visit of its row tile.
+    `seen` contains the column tiles that each row tile sees, and `Tc` is the number of column
+    tiles. `element` is the number of bytes of an element. If `starts_in_first_pass` is false, the
+    kernel first stores O = 0, l = 0 and m = -inf. In 16 bits, O is stored as a float32 sum until
+    the last visit of its row tile.
     """
     if not starts_in_first_pass:  # line 2: O = 0, l = 0, m = -inf
         for i in range(len(seen)):
@@ -82,14 +85,20 @@ def fa1(
 
 
 def state(kind: str, i: int, row_bytes: int) -> Iterator[Access]:
-    """Yield the accesses to O, l and m of row tile i."""
+    """Yield the loads or the stores (`kind`) of O, l and m of row tile i.
+
+    `row_bytes` is the number of bytes of a row of O.
+    """
     yield kind, "O", i, row_bytes
     yield kind, "l", i, SUM_BYTES
     yield kind, "m", i, SUM_BYTES
 
 
 def fa2(i: int, seen: range, d: int, element: int) -> Iterator[Access]:
-    """Yield the accesses of FA-2's thread block for row tile i, which sees some column tiles."""
+    """Yield the accesses of FA-2's thread block for row tile i in order.
+
+    `seen` contains the column tiles that the row tile sees.
+    """
     yield "load", "Q", i, d * element
     for j in seen:
         yield "load", "K", j, d * element
@@ -99,10 +108,11 @@ def fa2(i: int, seen: range, d: int, element: int) -> Iterator[Access]:
 
 
 def by_row_tile(trace: Trace) -> Trace:
-    """Return FA-2's trace with its thread blocks in the order of their row tiles.
+    """Return FA-2's trace with the thread blocks in the order of their row tiles.
 
     The kernels number the thread blocks from the last row tile to the first, because under a causal
-    mask the last row tile takes longest. FA-1's trace, of one thread block, is returned as it is.
+    mask the last row tile takes longest. FA-1's trace has one thread block, and is returned
+    unchanged.
     """
     blocks = sorted(trace.blocks.values(), key=lambda moves: moves[0].first)
     moves, clock = [], 0
