@@ -1,1 +1,5 @@
-"""The commands of python -m fa_numba: `add_arguments` says what one takes, `run` gives its text."""
+"""The commands of ``python -m fa_numba``, one module each.
+
+A command's module contains two functions that ``__main__.py`` calls. ``add_arguments`` adds the
+arguments of the command to a parser. ``run`` returns the text that the command prints.
+"""

@@ -1,4 +1,4 @@
-"""What the commands' arguments and outputs have in common."""
+"""Parsers for the arguments of commands, and the width of their output."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fa_numba.commands.ending import shortened
 from fa_numba.dtypes import DTYPES
 from fa_numba.tiling import Tiles
 
-WIDTH = 100  # columns of a terminal that every output fits into
+WIDTH = 100  # the longest line of an output, in characters
 MAX_SEQLEN = 1 << 20
 # Short names of dtypes that other libraries use.
 SHORT_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
@@ -22,14 +22,14 @@ _MULTIPLES = {"k": 1 << 10, "m": 1 << 20}
 
 
 class Parser(argparse.ArgumentParser):
-    """A command line's parser. It has --version, and suggests the nearest name for a wrong one."""
+    """A command-line parser that suggests the nearest name if an argument is misspelled."""
 
     def add_version(self, command: str) -> None:
         """Add the option ``--version``, which prints the command and the version of fa_numba."""
         self.add_argument("--version", action="version", version=f"{command} {__version__}")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse as ``argparse`` does, and end with an error for an option that does not exist."""
+        """Parse like ``argparse``, but exit with an error if there is no option of a given name."""
         found, unknown = super().parse_known_args(args, namespace)
         for text in unknown:
             option = text.partition("=")[0]
@@ -41,7 +41,7 @@ class Parser(argparse.ArgumentParser):
         return [option for action in self._actions for option in action.option_strings]
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """Raise for a value that is none of the choices of an argument."""
+        """Raise ``argparse.ArgumentError`` if ``value`` is not among the choices of an argument."""
         if action.choices is not None and value not in action.choices:
             known = list(map(str, action.choices))
             near = did_you_mean(str(value), known)
@@ -49,7 +49,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def saying(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return ``parse`` as a parser for argparse, which shows the message of its ValueError."""
+    """Return a parser for argparse that calls ``parse`` and shows the message of its ValueError."""
 
     def parsed(text: str) -> Any:
         try:
@@ -85,7 +85,10 @@ def whole(least: int, most: int) -> Callable[[str], int]:
 
 @saying
 def file_to_write(text: str) -> Path:
-    """Return the path of a file that can be written: its folder exists, and it is no folder."""
+    """Return the path of a file that can be written. Raise ValueError if it cannot be written.
+
+    The folder of the file must exist. The path may also name a device such as /dev/stdout.
+    """
     path = Path(text)
     try:
         if path.is_dir():
@@ -104,7 +107,7 @@ def file_to_write(text: str) -> Path:
 
 
 def name_of(known: Callable[[], Sequence[str]]) -> Callable[[str], str]:
-    """Return a parser of one of the names that ``known`` returns."""
+    """Return a parser that accepts the names that the function ``known`` returns."""
 
     @saying
     def parse(text: str) -> str:
@@ -118,7 +121,7 @@ def name_of(known: Callable[[], Sequence[str]]) -> Callable[[str], str]:
 
 @saying
 def dtype(text: str) -> str:
-    """Return the name of a dtype, also from a short name: "fp16" is "float16"."""
+    """Return the name of a dtype from its name or its short name: "fp16" gives "float16"."""
     name = SHORT_DTYPES.get(text, text)
     if name not in DTYPES:
         short = ", ".join(SHORT_DTYPES)
@@ -129,7 +132,7 @@ def dtype(text: str) -> str:
 
 @saying
 def tiles(text: str) -> Tiles:
-    """Return the block sizes of a text such as "64x128": rows of Q times rows of K and V."""
+    """Return the tiles that a text such as "64x128" names: rows of Q, and rows of K and V."""
     try:
         Br, Bc = map(int, text.split("x"))
     except ValueError:

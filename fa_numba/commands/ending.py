@@ -1,4 +1,4 @@
-"""How a command ends: its exit status if it is interrupted, or if its output cannot be written."""
+"""The end of a command: its exit status, and messages if it is interrupted or cannot write."""
 
 from __future__ import annotations
 
@@ -7,15 +7,21 @@ import os
 import sys
 from collections.abc import Callable
 
-INTERRUPTED = 130  # as shells have it: 128 + SIGINT
+INTERRUPTED = 130  # 128 + SIGINT, as shells define it
 _SHOWN = 60  # characters of a file name in a message
 
 
 def ended(command: Callable[[], int]) -> int:
     """Run a command and return its exit status.
 
-    An interrupt returns 130 after the line "interrupted". A file or an output that cannot be
-    written returns 1 after one line with the reason. A closed pipe, as of ``| head``, returns 0.
+    ==========================================  ======  ===========================
+    end of the command                          status  message on standard error
+    ==========================================  ======  ===========================
+    normal                                      as the command returns it
+    interrupt (Ctrl-C)                          130     "interrupted"
+    a file or the output cannot be written      1       one line with the reason
+    closed pipe, such as by ``| head``          0       none
+    ==========================================  ======  ===========================
     """
     try:
         try:
@@ -35,7 +41,7 @@ def ended(command: Callable[[], int]) -> int:
 
 
 def reason(error: OSError) -> str:
-    """Return what the operating system said of a file, or of the output if no file is named.
+    """Return the operating system's message about a file, or about the output if no file is named.
 
     A long file name is shortened.
 
@@ -62,7 +68,7 @@ def _say(line: str) -> None:
 
 
 def _discard_output() -> None:
-    """Send what is left of the output to nowhere, so that Python does not fail on it at exit."""
+    """Redirect the remaining output to the null device, so that Python does not fail at exit."""
     with contextlib.suppress(OSError, ValueError):  # an output without a file, as in a test
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())

@@ -1,4 +1,7 @@
-"""python -m fa_numba plan: what both orders and standard attention run, and what bounds them."""
+"""The command ``python -m fa_numba plan``.
+
+It prints what FA-1, FA-2 and standard attention would launch, and what limits their time.
+"""
 
 from __future__ import annotations
 
@@ -38,9 +41,9 @@ that you name with --device. The command needs no GPU and measures nothing.
 Example: python -m fa_numba plan --seqlen 16384 --head-dim 64 --heads 32 --device H200"""
 
 TITLES = {"fa1": "K/V outer (FA-1)", "fa2": "Q outer (FA-2)", "standard": "standard"}
-# In the backward pass both orders have K/V outside: what differs is the grid.
+# In the backward pass, both algorithms have K/V outside, and they differ in the grid.
 _BACKWARD = TITLES | {"fa1": "FA-1, one block per head", "fa2": "FA-2, grid over K/V"}
-# Whose limits the emulator has, where there is no GPU.
+# The GPU to plan for if there is no GPU. The emulator has the limits of this GPU.
 _STAND_IN = "H200"
 _MOST_BATCH = 65535
 # The dtype of a call without --dtype is the first of these that the GPU has kernels for.
@@ -167,13 +170,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _described(unit: Unit) -> str:
-    """Return what the help says of a unit."""
+    """Return the description of a unit in the help of ``--unit``."""
     only = f", {unit.dtypes[0]} only" if len(unit.dtypes) == 1 else ""
     return f"{unit.name}: {unit.title}{only}"
 
 
 def run(args: argparse.Namespace) -> str:
-    """The command's output. Raises ValueError for a call that cannot be planned."""
+    """Return the output of the command. Raise ValueError for a call that cannot be planned."""
     gpu, said = _where(args.device)
     if args.dtype is None:
         args.dtype = default_dtype(gpu)
@@ -198,13 +201,13 @@ def run(args: argparse.Namespace) -> str:
 
 
 class _Answer(NamedTuple):
-    """Plans and refusals by algorithm, what bounds each plan on ``gpu``, and what is said of it."""
+    """Everything that the command prints. The dictionaries have one entry per algorithm."""
 
     gpu: Device
-    said: str
+    said: str  # a remark about the choice of GPU or dtype, or ""
     found: dict[str, Plan]
-    expected: dict[str, Expected]
-    refused: dict[str, str]
+    expected: dict[str, Expected]  # estimated times, and what limits each plan
+    refused: dict[str, str]  # error messages of the algorithms that cannot be planned
 
 
 def default_dtype(gpu: Device) -> str:
@@ -215,7 +218,7 @@ def default_dtype(gpu: Device) -> str:
 
 
 def _where(chosen: Device | None) -> tuple[Device, str]:
-    """The GPU that is planned for, and what is to be said of it."""
+    """Return the GPU to plan for, and a remark about this choice for the output, or ""."""
     if chosen is not None:
         return chosen, ""
     found = bounds.here()
@@ -274,7 +277,7 @@ def _text(answer: _Answer) -> list[str]:
 
 
 def _reasons(found: dict[str, Plan]) -> list[str]:
-    """Why each plan is as it is, in lines that fit a terminal."""
+    """Return the lines that ``--why`` adds: the reasons for the choices in each plan."""
     lines = [""]
     for name, plan in found.items():
         lines.append(f"reasons, {TITLES[name]}")
@@ -310,9 +313,12 @@ def _sheet(gpu: Device) -> list[str]:
 
 
 def _listed(what: str, speeds: dict[str, float | None]) -> str:
-    """Return the known speeds as text, in TB/s for a bandwidth and else in TFLOP/s."""
-    unit = "TB/s" if what == "bandwidth" else "TFLOP/s"
-    known = ", ".join(f"{name} {x / 1e12:g} {unit}" for name, x in speeds.items() if x)
+    """Return a line with the known speeds. ``what`` is "bandwidth" (TB/s) or "peak speed".
+
+    Peak speeds are in TFLOP/s. Return "" if no speed is known.
+    """
+    per_second = "TB/s" if what == "bandwidth" else "TFLOP/s"
+    known = ", ".join(f"{name} {x / 1e12:g} {per_second}" for name, x in speeds.items() if x)
     return f"{what}: {known}" if known else ""
 
 

@@ -1,6 +1,7 @@
-"""python -m fa_numba trace: the online softmax of one row, block by block, in both loop orders.
+"""The command ``python -m fa_numba trace``.
 
-Every number is taken from `algorithms.fa1_forward` and `fa2_forward` while they run.
+It prints the online softmax of one row of Q, block by block, in both loop orders. All numbers come
+from runs of ``algorithms.fa1_forward`` and ``algorithms.fa2_forward``.
 """
 
 from __future__ import annotations
@@ -32,23 +33,23 @@ l in every pass, and stores m, l and o in memory between two passes.
 Without options, the command shows an example with 8 keys in blocks of 4, which is small enough to
 follow by hand."""
 
-_EXACT = 1e-12  # smaller differences are float64's rounding
-_SCORES = 19  # characters of a block's scores
+_EXACT = 1e-12  # smaller differences come from rounding in float64
+_SCORES = 19  # longest text of the scores of a block, in characters
 
 
 class Rows(NamedTuple):
-    """What is traced: one row of Q over keys in blocks of so many, and where it is from."""
+    """An example to trace: one row of Q, and the keys and values."""
 
     title: str
-    Q: NDArray[np.float64]
-    K: NDArray[np.float64]
-    V: NDArray[np.float64]
-    block: int
+    Q: NDArray[np.float64]  # (rows, head_dim); row 0 is traced
+    K: NDArray[np.float64]  # (keys, head_dim)
+    V: NDArray[np.float64]  # (keys, head_dim)
+    block: int  # number of keys in a block
     scale: float | None
 
 
 def examples() -> dict[str, Rows]:
-    """The worked examples by their number."""
+    """Return the worked examples by their number, such as "1"."""
     K = [[1, 1, 0, 0], [0, 1, 1, 0], [1, 0, 1, 1], [0, 0, 1, 0]]
     K += [[2, 1, 1, 1], [0, 1, 0, 1], [1, 1, 1, 0], [0, 0, 0, 1]]
     V = [[2, 1, 0, 3], [1, 0, 1, 2], [0, 2, 1, 1], [3, 1, 0, 0]]
@@ -86,13 +87,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> str:
-    """The command's output."""
+    """Return the output of the command."""
     rows = examples()[args.example]
     return "\n".join(_text(rows if args.block is None else rows._replace(block=args.block)))
 
 
 def _watched(forward: Any, rows: Rows) -> tuple[tuple[Any, ...], list[Step]]:
-    """What the algorithm gives of the row, and its steps."""
+    """Run an algorithm, and return its results for row 0 and the list of its steps."""
     steps: list[Step] = []
     arrays = rows.Q, rows.K, rows.V
     found = forward(*arrays, Br=1, Bc=rows.block, scale=rows.scale, watch=steps.append)
@@ -161,7 +162,7 @@ def _k_outer(steps: Sequence[Step]) -> list[tuple[str, ...]]:
 
 
 def _computed(step: Step) -> tuple[str, ...]:
-    """The step's keys, and what it makes of the row."""
+    """Return the table cells of a step: keys, scores, factor, and the new m, l and o of the row."""
     scores = [f"{x:.3g}" for x in step.on_chip["Sij"][0]]
     shown = " ".join(scores)
     if len(shown) > _SCORES:
@@ -171,7 +172,7 @@ def _computed(step: Step) -> tuple[str, ...]:
 
 
 def _state(arrays: Any) -> tuple[str, ...]:
-    """m, l and o of the row, its row tile."""
+    """Return m, l and o of row 0 as text. ``arrays`` contains "mi", "li" and "Oi" of a row tile."""
     m, l, o = (arrays[name][0] for name in _STATE)
     return _number(m), _number(l), _numbers(o)
 
@@ -185,6 +186,6 @@ def _number(x: float) -> str:
 
 
 def _aligned(*tables: list[tuple[str, ...]]) -> list[list[str]]:
-    """The lines of tables whose columns stand below each other."""
+    """Return the lines of several tables, with equal widths of columns in all tables."""
     lines = iter(columns([line for table in tables for line in table], left=(1, 2, 6)))
     return [list(itertools.islice(lines, len(table))) for table in tables]

@@ -1,4 +1,7 @@
-"""Comparison of the ranks' arguments, before anything else is sent."""
+"""Comparison of the arguments with which the ranks call ``ring_attention``.
+
+The ranks compare their arguments before they send anything else.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,11 @@ from typing import Any
 
 
 class Meant:
-    """The arguments of a rank's call, or the error that refuses the call, with a 62-bit hash."""
+    """What a rank tells the other ranks: the arguments of its call, or the error of its checks.
+
+    ``call`` contains the arguments by name. ``failure`` is the error that the checks raised, if
+    any. ``said`` is the mapping that other ranks get, and ``word`` is a 62-bit hash of it.
+    """
 
     def __init__(self, call: Mapping[str, Any], failure: Exception | None = None):
         self.failure = failure
@@ -19,13 +26,13 @@ class Meant:
 
 
 class Agreement:
-    """Comparison of all ranks' arguments, in every call.
+    """A running comparison of the arguments of all ranks.
 
-    The ranks compare their hashes on the host, over gloo, so no GPU waits. The hashes are equal if
-    the largest hash equals the smallest hash. The comparison starts at once and ends in ``wait``.
-    Between the two, a rank can compute what needs no other rank. The ranks exchange their arguments
-    only if hashes differ. The comparison is made in every call, also if this rank has made the same
-    call before: another rank may make a different call now.
+    The ranks compare hashes of their arguments on the host, over gloo, so no GPU waits. The hashes
+    are equal if the largest hash equals the smallest hash. The comparison starts when the object is
+    made, and ends in ``wait``. In the meantime, a rank can compute everything that needs no other
+    rank. The ranks exchange their arguments only if hashes differ. Every call makes a comparison,
+    because another rank may make a different call than before.
     """
 
     def __init__(self, group: Any, meant: Meant):
@@ -44,9 +51,9 @@ class Agreement:
     def wait(self) -> None:
         """Raise on every rank unless all ranks have the same arguments and none refuses the call.
 
-        ValueError names what differs, on which ranks. If all ranks refuse for the same reason, each
-        raises its own error. RuntimeError is raised if a rank does not arrive within the group's
-        timeout.
+        The ValueError names the arguments that differ, and on which ranks. If the checks of all
+        ranks raised equal errors, each rank raises its own error. RuntimeError is raised if a rank
+        does not arrive within the timeout of the group.
         """
         if self.answered:
             return
@@ -99,9 +106,9 @@ _hosts: dict[Any, Any] = {}
 
 
 def _on_host(dist: Any, group: Any) -> Any:
-    """Return the group if its backend is gloo, else a group of gloo with the same ranks.
+    """Return the group if its backend is gloo, or else a new gloo group with the same ranks.
 
-    The group of gloo is made once per group.
+    The new group is made only once for each group.
     """
     if dist.get_backend(group) == "gloo":
         return group

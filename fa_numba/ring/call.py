@@ -1,4 +1,4 @@
-"""Checks of a call of ``ring_attention``, before anything is sent."""
+"""Checks of a call of ``ring_attention``, which run before the ranks send anything."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ def prepared(
 ) -> tuple[Ring, Agreement]:  # fmt: skip
     """Return the ring of a call, and its agreement with the other ranks.
 
-    The caller must call ``wait`` of the agreement before it sends anything. ``options`` are all
-    other arguments of ``ring_attention``. If any rank refuses the call, all ranks raise: here or in
-    ``Agreement.wait``. If an equal call was checked before, this function neither checks nor waits.
+    ``options`` are all other arguments of ``ring_attention``. The caller must call ``wait`` of the
+    agreement before it sends anything. If the checks of any rank fail, all ranks raise an error,
+    here or in ``Agreement.wait``. If an equal call was checked before, this function skips the
+    checks and does not wait for the other ranks.
     """
     dist = sys.modules["torch"].distributed
     if not dist.is_available() or not dist.is_initialized():
@@ -49,9 +50,9 @@ def prepared(
         own = (whole, return_lse, differentiable, *options.values())
         arrays = (q, k, v) if sinks is None else (q, k, v, sinks)
         key = (*map(_facts, arrays), own, *map(type, own))
-        known = _known.get(key)  # a TypeError where an argument has no hash
+        known = _known.get(key)  # raises TypeError if an argument has no hash
         if known is not None and not device.on_gpu():
-            # The emulator's limits are set by whoever runs it.
+            # On the emulator, the limit of a call may have been changed since the first call.
             _check_plans(known.ring, q, k, v, differentiable)
     except Exception:
         known, key = None, None
@@ -70,13 +71,13 @@ def prepared(
             for name, x in {"q": q, "k": k, "v": v, "sinks": sinks}.items()
         }
         meant = Meant(parts | options | {"gradients": differentiable, "dlse": ring.dlse})
-    except Exception as error:  # of any kind: the other ranks wait for the comparison
+    except Exception as error:  # any exception, because the other ranks wait for the comparison
         meant = Meant({}, error)
     agreement = Agreement(group, meant)
     agreement.wait()
     assert ring is not None
     if ring.mask is not None:
-        ring.link.met(q)
+        ring.link.connect(q)
     if key is not None:
         if len(_known) >= KEPT:
             _known.clear()
@@ -85,7 +86,7 @@ def prepared(
 
 
 class Known(NamedTuple):
-    """A call that was checked, and that all ranks have made once."""
+    """A call that passed the checks, and that all ranks have made at least once."""
 
     ring: Ring
     meant: Meant
@@ -95,14 +96,15 @@ _known: dict[Any, Known] = {}
 
 
 def _facts(x: Any) -> tuple:
-    """Return all properties of an operand that the checks depend on."""
+    """Return all properties of a tensor on which the checks depend."""
     return type(x), x.shape, x.dtype, x.device.type, x.device.index, has_tangent(x)
 
 
 def _read(options: dict[str, Any]) -> dict[str, Any]:
     """Return the options with the window and the lengths as tuples.
 
-    A value that is no array of integers stays as it is; the check of lengths refuses it.
+    Lengths that are not a one-dimensional array of integers become a NumPy array, and the check of
+    lengths raises the error later.
     """
     found = options | {"window": as_window(options["window"])}
     for name in LENGTHS:
@@ -162,7 +164,10 @@ def _checked(
 
 
 def _check_sinks(sinks: Any, q: Any, axis: int) -> None:
-    """Raise unless ``sinks`` is None, or float32 (heads_q,) on q's device."""
+    """Raise an error unless ``sinks`` is None, or a float32 tensor (heads_q,) on the device of q.
+
+    ``axis`` is the axis of the rows in q.
+    """
     if sinks is None:
         return
     torch = sys.modules["torch"]
@@ -183,7 +188,10 @@ def _check_sinks(sinks: Any, q: Any, axis: int) -> None:
 def _mask_of(
     q: Any, k: Any, causal: bool, layout: str, ranks: int, options: dict[str, Any]
 ) -> Mask | None:
-    """Return what the options hide in the complete sequence; raise for lengths beyond it."""
+    """Return the mask of the complete sequence, or None without a window and lengths.
+
+    Raise an error for lengths that are longer than the sequence.
+    """
     given = {name: options[name] for name in ("window", *LENGTHS)}
     if given["window"] == (-1, -1) and all(given[name] is None for name in LENGTHS):
         return None
@@ -214,9 +222,11 @@ def _check_plans(ring: Ring, q: Any, k: Any, v: Any, differentiable: bool) -> No
 
 
 def backward_options(algorithm: str, deterministic: Any, tiles: Any, own: Any) -> dict[str, Any]:
-    """Return the options of the backward pass: ``deterministic``, and ``own`` as ``tiles``.
+    """Return the options ``deterministic`` and ``tiles`` of the backward pass.
 
-    TypeError or ValueError is raised for a value that the backward pass does not take.
+    ``own`` is the caller's ``backward_tiles``. If it is None, the tiles follow from ``tiles``, the
+    tiles of the forward pass. Raise TypeError or ValueError for a value that the backward pass does
+    not accept.
     """
     if own is not None and not isinstance(own, Tiles):
         raise TypeError(f"backward_tiles must be a Tiles(Br=..., Bc=...) or None, got {own!r}")

@@ -1,6 +1,6 @@
-"""Messages of a ring: what a rank sends to the next rank and receives from the previous rank.
+"""Messages of a ring, which each rank sends to a later rank and receives from an earlier rank.
 
-They go over torch.distributed.
+The messages are sent by torch.distributed.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ class LinkBytes:
     received: int = 0
 
 
-# Number of one-element fills between the start of a copy between GPUs and the next kernel.
-LEAD = 8
+# Number of one-element fills between the start of a copy between GPUs and the next kernel. They
+# take some microseconds, in which the copy starts.
+FILLS = 8
 
 _counted: ContextVar[LinkBytes | None] = ContextVar("fa_numba_link_bytes", default=None)
 
@@ -81,16 +82,16 @@ class Exchange:
     """
 
     link: Link
-    hop: int
-    works: Sequence[Any]
+    hop: int  # distance of both ranks in the ring, see ``Link.exchange``
+    works: Sequence[Any]  # the running operations of torch.distributed
     sent: tuple[Any, ...] = ()
     received: tuple[Any, ...] = ()
 
     def wait(self) -> tuple[Any, ...]:
-        """Wait for both messages, and return what was received.
+        """Wait for both messages, and return the received tensors.
 
-        On a GPU the current stream waits, on a CPU the caller. RuntimeError is raised after the
-        group's timeout.
+        On a GPU, the current stream waits. On a CPU, the caller waits. RuntimeError is raised after
+        the timeout of the group.
         """
         try:
             for each in self.works:
@@ -101,13 +102,16 @@ class Exchange:
                 f"{self.link.at(-self.hop)} and {self.link.at(self.hop)} of the ring did not "
                 f"complete in time; another rank has failed or is late ({error})"
             ) from error
-        # Kept until here: the memory must not be reused while it is read or written.
+        # The tensors are kept until here, so that their memory is not reused during the exchange.
         self.sent, self.works = (), ()
         return self.received
 
 
 class Link:
-    """The ring of a process group, seen from this rank; ``counted`` counts the bytes, if given."""
+    """The ring of a process group, seen from this rank.
+
+    ``counted`` counts the bytes that this rank sends and receives, unless it is None.
+    """
 
     def __init__(self, group: Any, counted: LinkBytes | None = None):
         dist = sys.modules["torch"].distributed
@@ -120,10 +124,11 @@ class Link:
         return (self.rank + hop) % self.ranks
 
     def exchange(self, sent: Sequence[Any], received: Sequence[Any], hop: int = 1) -> Exchange:
-        """Send tensors to the rank ``hop`` positions further, and receive from the rank ``hop``
-        before.
+        """Start to send tensors to a later rank and to receive tensors from an earlier rank.
 
-        The tensors must be contiguous. Either list may be empty.
+        The ranks are ``hop`` positions after and before this rank in the ring. ``received`` are the
+        tensors to which the message is written. All tensors must be contiguous. Either list may be
+        empty.
 
         On a GPU, the exchange runs on a second stream. It starts after the work that is already in
         the current stream. Work that is added to the current stream after this call runs at the
@@ -149,34 +154,36 @@ class Link:
         if not any_of_them.is_cuda:
             return Exchange(self, hop, dist.batch_isend_irecv(operations), *given)
         device = any_of_them.device
-        current, (side, lead) = torch.cuda.current_stream(device), _side_of(torch, device)
+        current, (side, element) = torch.cuda.current_stream(device), _side_of(torch, device)
         side.wait_stream(current)
         with torch.cuda.stream(side):
             works = dist.batch_isend_irecv(operations)
-            for _ in range(LEAD):
-                lead.zero_()
+            for _ in range(FILLS):
+                element.zero_()
         current.wait_stream(side)
         return Exchange(self, hop, works, *given)
 
-    def met(self, like: Any) -> None:
+    def connect(self, like: Any) -> None:
         """Run one small collective operation of NCCL, once per group.
 
-        The first messages of NCCL need all ranks, but with a mask some ranks send no message.
+        The first operation of NCCL needs all ranks. With a mask, some ranks send no message and
+        would not take part. ``like`` is a tensor on the device of this rank. For a tensor on a CPU,
+        this method does nothing.
         """
         torch = sys.modules["torch"]
         dist = torch.distributed
         key = self.group if self.group is not None else dist.group.WORLD
-        if like.is_cuda and self.ranks > 1 and key not in _met:
+        if like.is_cuda and self.ranks > 1 and key not in _connected:
             dist.all_reduce(torch.zeros((1,), dtype=torch.float32, device=like.device), group=key)
-            _met.add(key)
+            _connected.add(key)
 
 
-_met: set[Any] = set()
+_connected: set[Any] = set()
 _side: dict[Any, tuple[Any, Any]] = {}
 
 
 def _side_of(torch: Any, device: Any) -> tuple[Any, Any]:
-    """Return the stream for exchanges and the element that is filled, one pair per GPU."""
+    """Return the stream for exchanges and a tensor of one element for the fills, one per GPU."""
     if device not in _side:
         _side[device] = torch.cuda.Stream(device), torch.empty(1, device=device)
     return _side[device]

@@ -18,7 +18,9 @@ from fa_numba.ring.visible import Span
 
 
 class Part(NamedTuple):
-    """A result: gradients, or O with its L. A part without tensors is no result.
+    """A result over a part of the columns or rows: gradients, or O with L.
+
+    A part without tensors stands for no result.
 
     Attributes
     ----------
@@ -33,14 +35,14 @@ class Part(NamedTuple):
 
     @property
     def message(self) -> list[Any]:
-        """Tensors that are sent."""
+        """The tensors that are sent to another rank: the gradients, or O and L."""
         return [*self.tensors] if self.lse is None else [*self.tensors, self.lse]
 
     def beside(self, other: Part, axis: int) -> Part:
         """Return the heads of this part followed by the heads of ``other``, for the same rows.
 
-        ``axis`` is the axis of the heads. If both parts have the same tensor object, the tensor
-        already contains all heads.
+        ``axis`` is the axis of the heads. If both parts contain one and the same tensor object, the
+        tensor already contains all heads.
         """
         cat = sys.modules["torch"].cat
         pairs = zip(self.tensors, other.tensors, strict=True)
@@ -49,7 +51,7 @@ class Part(NamedTuple):
 
 
 class Kind:
-    """Shape and dtype of parts.
+    """The shape and dtype of parts.
 
     Parameters
     ----------
@@ -70,13 +72,14 @@ class Kind:
         self.like, self.lse, self.columns = like, lse, columns
 
     def dtype(self, wide: bool) -> Any:
-        """Return float32 for sums (``wide``), and q's dtype otherwise."""
+        """Return the dtype of a sum: float32 if ``wide``, and otherwise the dtype of q."""
         return sys.modules["torch"].float32 if wide else self.like[0].dtype
 
     def part(self, span: Span, wide: bool, empty: bool = False) -> Part:
-        """Return the part of rows that see no column: 0, and L = -inf.
+        """Return a new part for the rows ``span`` with the values of rows that see no column.
 
-        With ``empty`` the memory is not initialised.
+        These values are 0, and -inf for L. With ``empty``, the memory is not initialised. ``wide``
+        is as in ``dtype``.
         """
         if not self.like:
             return Part()
@@ -100,10 +103,10 @@ class Kind:
 
 
 class Sum:
-    """The sum of parts of the rows ``span``, added in the order in which they arrive.
+    """The sum of the parts for the rows ``span``, added in the order in which the parts arrive.
 
-    If ``wide``, the sum is in float32. Otherwise it is in q's dtype, and is rounded after each
-    addition.
+    If ``wide``, the sum is in float32. Otherwise the sum is in the dtype of q, and is rounded after
+    each addition.
     """
 
     def __init__(self, kind: Kind, span: Span, wide: bool):
@@ -111,9 +114,9 @@ class Sum:
         self.found: Part | None = None
 
     def take(self, more: Part, rows: Span, entries: Span | None = None) -> None:
-        """Add a part of these rows and batch entries; None means all entries.
+        """Add the part ``more``, which contains the rows ``rows`` of the batch entries ``entries``.
 
-        The sum may keep the memory of the part.
+        None means all batch entries. The sum may keep the memory of the part.
         """
         kind, begin = self.kind, self.span[0]
         if not kind.like:

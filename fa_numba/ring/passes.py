@@ -26,8 +26,8 @@ from fa_numba.ring.visible import Course, Mask, Piece, Span, course_of
 
 T = TypeVar("T")
 
-# EARLY: number of multiplications and additions that take a GPU about as long as the ranks'
-# agreement. A part with LONG times this number gains nothing from an early start.
+# A GPU computes EARLY multiplications and additions in about the time that the ranks need to agree.
+# A part with more than LONG times this number gains nothing from an early start.
 EARLY, LONG = 2**38, 16
 
 
@@ -43,13 +43,17 @@ class Heads:
     of: int
 
     def among(self, x: Any, axis: int) -> Any:
-        """Return a view of these heads of a tensor, whose ``axis`` has K/V heads or query heads."""
+        """Return a view of these heads of a tensor.
+
+        ``axis`` is the axis of the heads, which are K/V heads or query heads.
+        """
         group = x.shape[axis] // self.of
         return x.narrow(axis, self.first * group, self.count * group)
 
 
-# A function of a piece, some K/V heads (None for all), the piece's q with the other tensors of its
-# rows, and the piece's k and v. It returns the results of the rows and of the columns.
+# A function that computes a piece. Its arguments are the piece, the K/V heads (None for all), q
+# with the other tensors of the piece's rows, and (k, v) of the piece's columns. It returns the
+# results for the rows and for the columns.
 Call = Callable[[Piece, Heads | None, Sequence[Any], Sequence[Any]], tuple[Part, Part]]
 
 
@@ -95,14 +99,17 @@ class Ring:
         return 1 if self.layout == "bnhd" else 2
 
     def course(self, q: Any, k: Any) -> Course:
-        """Return where the travelling operands of a call with these q and k stop."""
+        """Return the course of the travelling operands in a call with these q and k."""
         rows, columns = (x.shape[self.axis] for x in (q, k))
         return course_of(
             self.mask, self.link.ranks, q.shape[0], rows, columns, self.causal, self.travels
         )
 
     def turned(self, of_rows: T, of_columns: T) -> tuple[T, T]:
-        """Return the arguments as (travelling, staying), or such a pair as (rows, columns)."""
+        """Turn a pair (of rows, of columns) into (travelling, staying), or the other way round.
+
+        Both are the same operation: it swaps the two arguments if K and V travel.
+        """
         return (of_rows, of_columns) if self.travels == "q" else (of_columns, of_rows)
 
     def rows(
@@ -113,17 +120,25 @@ class Ring:
         entries: Span | None = None,
         heads: Heads | None = None,
     ) -> Any:
-        """Return a view of some rows of an operand, whose first row has the number ``begin``."""
+        """Return a view of the rows ``rows`` of an operand.
+
+        ``begin`` is the number of the operand's first row. ``entries`` are the batch entries, and
+        ``heads`` the heads. None means all of them.
+        """
         x = cut(x, (0, x.shape[0]) if entries is None else entries, rows, begin, self._axis(x))
         return x if heads is None else heads.among(x, 3 - self._axis(x))
 
-    def room(self, like: Any, span: Span, columns: int | None = None) -> Any:
-        """Return new memory for these rows of an operand; ``columns`` is the last axis if given."""
+    def new_tensor(self, like: Any, span: Span, columns: int | None = None) -> Any:
+        """Return an uninitialised tensor for the rows ``span`` of an operand.
+
+        The other axes, the dtype and the device are those of ``like``. ``columns``, if given, is
+        the length of the last axis.
+        """
         shape = with_rows(like, self._axis(like), span[1] - span[0], columns)
         return sys.modules["torch"].empty(shape, dtype=like.dtype, device=like.device)
 
     def _axis(self, x: Any) -> int:
-        """Return the axis of the rows in an operand: the last one for L, (batch, heads, rows)."""
+        """Return the axis of the rows in an operand: the last axis for L, (batch, heads, rows)."""
         return self.axis if len(x.shape) == 4 else 2
 
 
@@ -135,7 +150,8 @@ def forward(
     The function waits for ``agreement`` before anything is sent. ``sinks`` are treated as an
     additional part with output 0: the sum of each row starts with the sink of the head.
     """
-    whole, columns = None, v.shape[-1]  # O of all heads, where calls are of some
+    # ``whole`` is O of all heads, if a call computes only some heads.
+    whole, columns = None, v.shape[-1]
 
     def call(piece: Piece, heads: Heads | None, of_q: Sequence, of_kv: Sequence) -> tuple:
         nonlocal whole
@@ -143,7 +159,7 @@ def forward(
         out = None
         if heads is not None:
             rows = 0, q.shape[ring.axis]
-            whole = ring.room(q, rows, columns) if whole is None else whole
+            whole = ring.new_tensor(q, rows, columns) if whole is None else whole
             out = heads.among(whole, 3 - ring.axis)
         out, lse = fa_numba.attention(
             q_at, k_at, v_at, causal=piece.causal, window=piece.window, return_lse=True, out=out,
@@ -165,10 +181,11 @@ def backward(
     ring: Ring, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dlse: Any = None,
     sinks: Any = None,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """Return (dQ, dK, dV) of this rank's rows and columns, and with ``sinks`` dsinks of its rows.
+    """Return (dQ, dK, dV) for this rank's rows and columns.
 
-    ``out`` and ``lse`` are results over all columns. They are enough for P = exp(S - L) and
-    D = rowsum(dO o O) - dL of any part of the columns.
+    With ``sinks``, return also the part of the gradient of the sinks that comes from this rank's
+    rows. ``out`` and ``lse`` are the results over all columns. P = exp(S - L) and
+    D = rowsum(dO o O) - dL need only these, for any part of the columns.
     """
 
     def call(piece: Piece, heads: Heads | None, of_q: Sequence, of_kv: Sequence) -> tuple:
@@ -198,10 +215,11 @@ def _around(
     ring: Ring, of_q: Sequence[Any], of_kv: Sequence[Any], call: Call, kinds: tuple[Kind, Kind],
     agreement: Agreement | None = None, first: Part | None = None,
 ) -> tuple[Part, Part]:  # fmt: skip
-    """Return the sums over all stops of the results of this rank's rows and of its columns.
+    """Run all stops of a pass on this rank, and return its results for its rows and its columns.
 
-    ``kinds`` describe both results. ``first``, if given, is the first summand of the rows; the sum
-    is then in float32.
+    Each result is a sum over all stops. ``call`` computes one piece. ``kinds`` are the shapes and
+    dtypes of the results for rows and for columns. ``first``, if given, is the first summand for
+    the rows, and the sum is then in float32.
 
     Without a mask, the rank's own part is computed in groups of heads. The first group is computed
     before the ranks have agreed, so that the GPU does not wait for the agreement. If results
@@ -267,7 +285,7 @@ def _around(
             goes, comes = course.operands(owner, n + 1), course.operands(arrives, n + 1)
             coming = link.exchange(
                 [ring.rows(x, goes, begin).contiguous() for x in held] if any(goes) else [],
-                [ring.room(x, comes) for x in travelling] if any(comes) else [],
+                [ring.new_tensor(x, comes) for x in travelling] if any(comes) else [],
                 course.hop(n),
             )
         if n == 0:
@@ -294,7 +312,7 @@ def _around(
         )
     if later:
         compute_own(later, True)
-    for each in behind:  # the own part, which has all rows, comes first
+    for each in behind:  # after the own part, which has all rows
         ours.take(*each)
     if sums is not None:
         _take(theirs, sums, come_home)

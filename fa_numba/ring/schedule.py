@@ -1,4 +1,4 @@
-"""The schedule of a ring: which rank computes what at which step. torch is not used here.
+"""The schedule of a ring: which rank computes what at which step. This module does not use torch.
 
 There are P ranks and P steps, 0 to P - 1. Each rank has a part of the sequence that stays, and a
 part that travels. At step s, rank r has the travelling part of rank (r - s) mod P. At step 0 this
@@ -100,7 +100,10 @@ def work(q_rank: int, k_rank: int, causal: bool) -> Work:
 
 
 def span(half: str, size: int) -> tuple[int, int]:
-    """Return (begin, end) of all rows, or of the first or last half of ``size`` rows."""
+    """Return (begin, end) of all ``size`` rows, or of the first or the last half of them.
+
+    ``half`` is "all", "first" or "last".
+    """
     if half == ALL:
         return 0, size
     return (0, size // 2) if half == FIRST else (size // 2, size)

@@ -1,11 +1,13 @@
 """Which rows see which columns if the sequence has a window or lengths. torch is not used here.
 
 The window is given in positions of the complete sequence. Row i sees the columns from i + D - left
-to i + D + right. D is the number of valid columns minus the number of valid rows. This is the
-alignment of ``attention``. A chunk of rows and a chunk of columns can be at any positions. Rows
-that see no column of the chunk, and columns that no row of the chunk sees, are cut off. Then the
-last remaining row sees the last remaining column. The window of a call of attention is aligned to
-that corner. The remaining mask is therefore a window whose sides are 0 or more.
+to i + D + right. D is the number of valid columns minus the number of valid rows. ``attention``
+aligns windows in the same way.
+
+A call of attention computes a chunk of rows with a chunk of columns, at any positions in the
+sequence. Rows that see no column of the chunk are cut off. Columns that no row of the chunk sees
+are cut off too. The last remaining row then sees the last remaining column. A call of attention
+aligns its window to this corner, so the mask of the call is a window with sides of 0 or more.
 
 A step is skipped if no rank computes anything in it. The travelling operands go from one remaining
 step, a stop, to the next stop, and finally back to their owner.
@@ -25,12 +27,12 @@ Span = tuple[int, int]  # begin and end
 
 
 class Entries(NamedTuple):
-    """Batch entries ``begin`` to ``end`` - 1, which have the same valid rows and columns."""
+    """Batch entries ``begin`` to ``end - 1``, with equal numbers of valid rows and columns."""
 
     begin: int
     end: int
-    rows: int
-    columns: int
+    rows: int  # number of valid rows of the complete sequence
+    columns: int  # number of valid columns of the complete sequence
 
 
 @dataclass(frozen=True)
@@ -83,9 +85,9 @@ def mask_of(
     window: tuple[int, int], q_lens: Sequence[int] | None, kv_lens: Sequence[int] | None, *,
     causal: bool, batch: int, rows: int, columns: int,
 ) -> Mask | None:  # fmt: skip
-    """Return the mask of a sequence of ``rows`` rows and ``columns`` columns.
+    """Return the mask of a sequence with ``rows`` rows and ``columns`` columns.
 
-    The result is None if the mask hides no more than ``causal``.
+    Return None if window and lengths hide nothing that ``causal`` does not hide.
     """
     left, right = (None if side < 0 else side for side in window)
     every = zip(q_lens or batch * [rows], kv_lens or batch * [columns], strict=True)
@@ -168,11 +170,14 @@ class Course:
         return _stops(self)
 
     def pieces(self, owner: int, step: int) -> tuple[Piece, ...]:
-        """Return the calls in ``step`` with the travelling part of ``owner``, ordered by rows."""
+        """Return the calls at ``step`` that use the travelling part of ``owner``."""
         return _pieces(self, owner, step)
 
     def valid(self, rank: int) -> Iterator[tuple[Span, Span]]:
-        """Yield (batch entries, valid rows) of a rank's part; both are (begin, end)."""
+        """Yield pairs (batch entries, valid rows) of a rank's part of Q.
+
+        Both are spans (begin, end). Rows are counted from the start of the rank's part.
+        """
         if self.mask is None:
             yield (0, self.batch), (0, self.rows)
             return
@@ -182,29 +187,38 @@ class Course:
                     yield entries[:2], (begin - i, min(end, entries.rows) - i)
 
     def operands(self, owner: int, stop: int) -> Span:
-        """Return the rows of ``owner``'s travelling part that are sent to a stop.
+        """Return the rows of the travelling part of ``owner`` that are sent to a stop.
 
-        These are the rows that this stop or a later stop computes with. (0, 0) means no rows.
+        These are the rows that the stop ``stop`` or a later stop needs. (0, 0) means no rows.
         """
         if self.mask is None:
             return 0, self.rows if self.travels == "q" else self.columns
-        return _around(self._moving(owner, stop, len(self.stops)))
+        return _enclosing(self._moving(owner, stop, len(self.stops)))
 
     def results(self, owner: int, stop: int) -> Span:
-        """Return the rows of the results of this stop and the earlier stops, which are sent on."""
-        return _around(self._moving(owner, 1, stop + 1))
+        """Return the rows for which results are sent on from a stop.
+
+        These are results of this stop and of earlier stops, for the travelling part of ``owner``.
+        """
+        return _enclosing(self._moving(owner, 1, stop + 1))
 
     def calls(self, owner: int, stop: int) -> int:
-        """Return the number of calls whose results are sent on from a stop."""
+        """Return the number of calls whose results, for ``owner``, are sent on from a stop."""
         return sum(1 for _ in self._moving(owner, 1, stop + 1))
 
     def hop(self, stop: int) -> int:
-        """Return the number of ranks from a stop to the next stop, or from the last one home."""
+        """Return the distance in ranks from a stop to the next stop.
+
+        For the last stop, return the distance to the owner.
+        """
         after = [*self.stops[1:], self.ranks]
         return after[stop] - self.stops[stop]
 
     def at(self, rank: int, stop: int) -> int:
-        """Return the owner of the part at ``rank`` at a stop; after the last stop, ``rank``."""
+        """Return the owner of the travelling part that is at ``rank`` at a stop.
+
+        After the last stop, each part is at its owner, so the result is ``rank``.
+        """
         return owner_at(rank, [*self.stops, 0][stop], self.ranks)
 
     def _moving(self, owner: int, begin: int, end: int) -> Iterator[Span]:
@@ -216,8 +230,8 @@ class Course:
 course_of = lru_cache(maxsize=64)(Course)
 
 
-def _around(spans: Iterator[Span]) -> Span:
-    """Return the smallest span that contains all of these spans."""
+def _enclosing(spans: Iterator[Span]) -> Span:
+    """Return the smallest span that contains all ``spans``, or (0, 0) if there are none."""
     found = list(spans)
     return min((b for b, _ in found), default=0), max((e for _, e in found), default=0)
 

@@ -878,7 +878,7 @@ def gpus(monkeypatch):
         ),
     )  # fmt: skip
     monkeypatch.setattr(link, "_side", {})
-    monkeypatch.setattr(link, "_met", set())
+    monkeypatch.setattr(link, "_connected", set())
     with imported_as({"torch": fake}):
         yield SimpleNamespace(log=log, works=works, distributed=distributed)
 
@@ -890,7 +890,7 @@ def test_an_exchange_is_after_what_was_begun_and_before_what_comes(gpus):
     assert gpus.log == [
         ("side", "waits for", "current"),  # the kernels that make what is sent
         ("side", *messages, ("receive", 6, 12, "a group")),
-        *[("side", "fills")] * link.LEAD,
+        *[("side", "fills")] * link.FILLS,
         ("current", "waits for", "side"),  # so that the copy begins before the next kernel
     ]
     assert (counted.sent, counted.received) == (16, 22)
@@ -915,11 +915,11 @@ def test_memory_of_an_exchange_is_kept_until_it_was_waited_for(gpus):
 
 def test_all_ranks_of_nccl_meet_once_a_group(gpus):
     for group in (None, "a group", None, "a group"):
-        link.Link(group).met(Remote())
+        link.Link(group).connect(Remote())
     assert gpus.log == [("all meet", "all"), ("all meet", "a group")]
-    link.Link("of gloo").met(Remote(is_cuda=False))
+    link.Link("of gloo").connect(Remote(is_cuda=False))
     gpus.distributed.get_world_size = lambda group: 1
-    link.Link("alone").met(Remote())
+    link.Link("alone").connect(Remote())
     assert len(gpus.log) == 2
 
 
@@ -928,7 +928,7 @@ def test_ranks_meet_where_some_may_have_no_message_at_first(torch, monkeypatch, 
     """After all have agreed, before anything is sent, and in the first call of a kind alone."""
     ft, met = fa_numba_torch(), []
     x = np.ones((1, 1, 4, 8), np.float32)
-    monkeypatch.setattr(link.Link, "met", lambda self, like: met.append(len(distributed.sent)))
+    monkeypatch.setattr(link.Link, "connect", lambda self, like: met.append(len(distributed.sent)))
 
     def work(rank):
         given = [Tensor.of(x) for _ in "qkv"]
