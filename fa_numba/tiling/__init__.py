@@ -1,7 +1,15 @@
-"""Block sizes, and how the threads of a block share a tile.
+"""Tile sizes, specs, and the rules for which thread has which elements of a tile.
 
-``tiles`` is what a caller chooses, ``spec`` what every kernel is compiled for, ``simt``, ``mma``
-and ``wgmma`` each unit's own. What is taken where nobody chose says ``fa_numba.choices``.
+file                contents
+tiles               `Tiles`: the sizes that a caller may choose
+spec                `Spec`: the facts for which a kernel of any unit is compiled
+simt                specs of unit "simt" (CUDA cores)
+mma_rows            layout of rows of 16-bit elements in shared memory
+mma, mma_backward   specs of unit "mma" (tensor cores), forward and backward
+wgmma, wgmma_*      specs of unit "wgmma" (Hopper's tensor cores)
+
+The functions `select_*` return the spec for given tiles, or raise ValueError. If the caller gives
+no tiles, ``fa_numba.choices`` chooses them. This package does not import ``choices`` or kernels.
 """
 
 from fa_numba.tiling.mma import MEASURES, MmaSpec, StandardSpec, select_mma_spec

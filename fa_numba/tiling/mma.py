@@ -1,4 +1,7 @@
-"""How the warps of a block share a tile on tensor cores (``mma.sync``), in 16 bits."""
+"""Specs of the forward kernels on tensor cores (``mma.sync``), for 16-bit inputs.
+
+They say how the warps of a thread block share a tile.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from fa_numba.tiling.mma_rows import CHUNK, TileRows
 from fa_numba.tiling.spec import MAX_THREADS, Spec, check_shared, with_threads
 from fa_numba.tiling.tiles import Tiles
 
-# Measures that the forward kernels on tensor cores can do without, and whose they are.
+# Measures that `ablate` can switch off in the forward kernels -> the algorithms that have them.
 MEASURES = {
     "padding": ("fa1", "fa2"),
     "swizzle": ("fa1", "fa2"),
@@ -26,12 +29,17 @@ MEASURES = {
 class MmaSpec(Spec):
     """A forward kernel on tensor cores.
 
-    A warp takes 16 rows of S, or several times 16, and all columns; or, with ``splits_keys``, all
-    rows and an equal part of the columns. Thread (ty, tx) is place tx of 4 in group ty of a
-    fragment (intrinsics/matrix.py): it owns the rows ty + 8 i and, of each 8 columns, 2 tx and
-    2 tx + 1. ``ablated`` are those of MEASURES that are left out: without its swizzle a row is
-    padded, unless that is left out too. ``stages`` is how many tiles of K and of V are in shared
-    memory.
+    A warp has 16 rows of S, or a multiple of 16, and all columns. With ``splits_keys`` a warp has
+    all rows, and an equal part of the columns. Thread (ty, tx) has position tx of 4 in group ty of
+    a fragment (intrinsics/matrix.py). It has the rows ty + 8 i and, of each 8 columns, the columns
+    2 tx and 2 tx + 1.
+
+    field         meaning
+    dtype         dtype of the 16-bit matrices
+    splits_keys   whether the warps divide the columns of S instead of the rows
+    ablated       the measures in ``MEASURES`` that are switched off. Without "swizzle" rows in
+                  shared memory are padded, unless "padding" is switched off too
+    stages        number of tiles of K, and of V, in shared memory
     """
 
     dtype: str = "float16"
@@ -50,23 +58,23 @@ class MmaSpec(Spec):
 
     @property
     def prefetches(self) -> bool:
-        """Whether tiles are on their way while others are computed with."""
+        """Whether the next tiles are loaded during the computations with the present ones."""
         return "prefetch" not in self.ablated
 
     @property
     def stores_wide(self) -> bool:
-        """Whether O leaves in 16-byte stores, by way of Q's rows in shared memory."""
+        """Whether O is written in 16-byte stores, after it has been put into the rows of sQ."""
         fit = self.planes == 1 and self.columns == self.columns_k
         return self.aligned and fit and "wide_stores" not in self.ablated
 
     @property
     def DK(self) -> int:
-        """``DN`` of Q and K: fragments along their head dimension."""
+        """Number of fragments of 16 columns along a row of Q and K; ``DN`` is the number for V."""
         return ceil_div(self.head_dim, 16) if self.head_dim_v else self.DN
 
     @property
     def columns_k(self) -> int:
-        """``columns`` of Q and K."""
+        """Head dimension of Q and K rounded up to fragments, as ``columns`` for V."""
         return 16 * self.DK if self.head_dim_v else self.columns
 
     @property
@@ -76,7 +84,7 @@ class MmaSpec(Spec):
 
     @property
     def warps(self) -> int:
-        """Warps in a block."""
+        """Number of warps in a thread block."""
         return self.threads // 32
 
     @property
@@ -89,7 +97,7 @@ class MmaSpec(Spec):
 
     @property
     def warp_rows(self) -> int:
-        """Rows of S from one warp's to the next warp's; 0 where every warp takes all rows."""
+        """Distance in rows of S between neighbouring warps; 0 if each warp has all rows."""
         return 0 if self.splits_keys else 8 * self.TM
 
     @property
@@ -98,46 +106,49 @@ class MmaSpec(Spec):
 
     @property
     def rows(self) -> TileRows:
-        """How rows of sQ and sK lie in shared memory."""
+        """Layout of the rows of sQ and sK in shared memory."""
         swizzled = "swizzle" not in self.ablated
         padded = not swizzled and "padding" not in self.ablated
         return TileRows(self.planes * self.columns_k, swizzled, padded)
 
     @property
     def value_rows(self) -> TileRows:
-        """How rows of sV lie in shared memory."""
+        """Layout of the rows of sV in shared memory."""
         columns = self.planes * self.columns
         return replace(self.rows, columns=columns) if self.head_dim_v else self.rows
 
     @property
     def plane_columns(self) -> tuple[int, int]:
-        """Columns of a plane of Q or K in global memory, and of V."""
+        """Number of columns of one plane in global memory: of Q or K, and of V."""
         return self.columns_k, getattr(self, "of_values", self).columns
 
     @property
     def row_halves(self) -> int:
-        """16-bit elements of a row of Q or K in global memory; of planes it is padded too."""
+        """Number of 16-bit elements of a row of Q or K in global memory, with padding of planes."""
         return self.head_dim if self.planes == 1 else self.planes * self.columns_k
 
     @property
     def row_halves_v(self) -> int:
-        """16-bit elements of a row of V in global memory; of planes it is padded too."""
+        """Number of 16-bit elements of a row of V in global memory, with padding of planes."""
         return self.d_v if self.planes == 1 else self.planes * self.columns
 
     @property
     def loads_aligned(self) -> bool:
-        """Whether rows in global memory are aligned to 16 bytes: planes always are."""
+        """Whether rows in global memory are aligned to 16 bytes. Rows of planes always are."""
         return self.aligned or self.planes > 1
 
     @property
     def tile_halves(self) -> tuple[int, ...]:
-        """16-bit elements of sQ and of a stage of sK and of sV in shared memory."""
+        """Numbers of 16-bit elements of sQ, of one stage of sK, and of one stage of sV."""
         pitch = self.rows.pitch
         return self.Br * pitch, self.Bc * pitch, self.Bc * self.value_rows.pitch
 
     @property
     def exchange_floats(self) -> int:
-        """Floats of sO, where warps that split the keys leave O, l and m for a row's owner."""
+        """Number of floats of sO, which is needed only if the warps divide the keys.
+
+        The warps leave their parts of O, l and m in sO for the warp that owns the row.
+        """
         return (self.warps - 1) * self.Br * (self.columns + 2) if self.splits_keys else 0
 
     @property
@@ -147,12 +158,18 @@ class MmaSpec(Spec):
 
     @property
     def accumulators(self) -> int:
-        """Registers of one thread's parts of O and of S; of planes S has two sums."""
+        """Number of registers of a thread for its parts of O and S.
+
+        With planes there are two sums for S.
+        """
         return self.TM * (4 * self.DN + min(self.planes, 2) * self.TN)
 
     @property
     def reads_bias(self) -> bool:
-        """Whether a bias is read ahead: the widest S and O leave no registers for it."""
+        """Whether a tile's bias is loaded to registers while the scores are computed.
+
+        It is not if S and O leave too few registers for it.
+        """
         scores = self.TM * self.TN
         return super().reads_bias and (scores <= 32 or self.accumulators + scores <= 160)
 
@@ -162,77 +179,88 @@ class MmaSpec(Spec):
 
     @property
     def keeps_q(self) -> bool:
-        """Whether Q's fragments stay in registers: where S, O and they leave room for the rest."""
+        """Whether the fragments of Q stay in registers, which needs enough registers.
+
+        They must fit into 160 registers together with S and O (128 with planes), for at most 128
+        columns.
+        """
         room = 160 if self.planes == 1 else 128
         fit = self.columns_k <= 128 and self.accumulators + self.q_registers <= room
         return fit and "q_registers" not in self.ablated
 
     @property
     def q_registers(self) -> int:
-        """Registers of Q's fragments; where they do not stay there few are in use at a time."""
+        """Number of registers of a thread for all of Q's fragments.
+
+        If the fragments do not stay in registers (``keeps_q``), only a few are in use at a time.
+        """
         return self.planes * 2 * self.TM * self.DK
 
     @property
     def fits_registers(self) -> bool:
-        """192 of a thread's 255; the rest is for operands, addresses and values of rows."""
+        """Whether O and S take at most 192 of a thread's 255 registers.
+
+        The others are for operands, addresses and values of rows.
+        """
         return self.accumulators <= 192
 
 
 @dataclass(frozen=True)
 class StandardSpec(MmaSpec):
-    """Standard attention's kernels on tensor cores, which hold a tile of S or of O, never both.
+    """The kernels of standard attention on tensor cores.
 
-    The products with S take ``step`` of a tile's columns at a time, in two stages: while one is
-    multiplied the next is on its way.
+    A kernel has a tile of S or a tile of O in registers, never both. The products with S (or P) as
+    an operand read ``step`` columns of a tile at a time, in two stages: while the columns of one
+    stage are multiplied, the next ones are loaded.
     """
 
     folds_scale = False
 
     @property
     def step(self) -> int:
-        """Columns of S in one stage of a product with it."""
+        """Number of columns of S in one stage of a product with S as an operand."""
         return next(n for n in (64, 32, 16) if self.Bc % n == 0)
 
     @property
     def rows_s(self) -> TileRows:
-        """How rows of sS, Br x Bc, lie in shared memory."""
+        """Layout of the rows of sS: (Br, Bc) in shared memory."""
         return TileRows(self.Bc)
 
     @property
     def rows_p(self) -> TileRows:
-        """How rows of a stage of sP, Br x step, lie in shared memory."""
+        """Layout of the rows of one stage of sP: (Br, step) in shared memory."""
         return TileRows(self.step)
 
     @property
     def rows_t(self) -> TileRows:
-        """How rows of a stage of the transposed sP, step x Br, lie in shared memory."""
+        """Layout of the rows of one stage of the transposed sP: (step, Br) in shared memory."""
         return TileRows(self.Br)
 
     @property
     def tile_halves(self) -> tuple[int, ...]:
-        """16-bit elements of sQ, sK and sS."""
+        """Numbers of 16-bit elements of sQ, sK and sS, for S = Q KT."""
         pitch = self.rows.pitch
         return self.Br * pitch, self.Bc * pitch, self.Br * self.rows_s.pitch
 
     @property
     def stage_halves(self) -> tuple[int, ...]:
-        """16-bit elements of one stage of P V: sP and sV."""
+        """Numbers of 16-bit elements of sP and sV in one stage of the product P V."""
         return self.Br * self.rows_p.pitch, self.step * self.value_rows.pitch
 
     @property
     def transposed_halves(self) -> tuple[int, ...]:
-        """16-bit elements of one stage of PT dO: sP and sdO."""
+        """Numbers of 16-bit elements of sP and sdO in one stage of the product PT dO."""
         return self.step * self.rows_t.pitch, self.step * self.rows.pitch
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of shared memory of the one of these kernels that takes most."""
+        """Number of bytes of shared memory of the kernel that needs most of them."""
         stages = max(sum(self.stage_halves), sum(self.transposed_halves))
         return 2 * max(sum(self.tile_halves), 2 * stages)
 
     @property
     def accumulators(self) -> int:
-        """Registers of one thread's part of S, or of O."""
+        """Number of registers of a thread for its part of S or of O, the larger number."""
         return self.TM * max(self.TN, 4 * self.DN)
 
     @property
@@ -245,13 +273,20 @@ class StandardSpec(MmaSpec):
 
     @property
     def min_blocks_of_scores(self) -> int:
-        """``min_blocks`` of S = Q KT: 12 warps on a multiprocessor where S and Q are few enough."""
+        """``min_blocks`` of the kernel for S = Q KT.
+
+        There are 12 warps per multiprocessor if S and Q take at most 96 registers, otherwise one
+        block.
+        """
         kept = self.q_registers if self.keeps_q else 0
         return max(1, 12 // self.warps) if self.TM * self.TN + kept <= 96 else 1
 
     @property
     def min_blocks_of_output(self) -> int:
-        """``min_blocks`` of O = P V: 16 warps on a multiprocessor where O is small enough."""
+        """``min_blocks`` of the kernel for O = P V.
+
+        There are 16 warps per multiprocessor if O takes at most 64 registers, otherwise one block.
+        """
         return max(1, 16 // self.warps) if self.TM * 4 * self.DN <= 64 else 1
 
 
@@ -262,12 +297,17 @@ def select_mma_spec(
     kind: type[MmaSpec] = MmaSpec,
     **facts: Any,
 ) -> Any:
-    """The specialisation on tensor cores for ``tiles``: of ``kind``, with the fields ``facts``
-    beside the sizes; ``shared_limit`` in bytes a block.
+    """Return the spec on tensor cores for ``tiles``.
 
-    ``tiles.threads`` is 32 a warp, and a warp takes 16 or 32 rows; None takes 32 where it can.
-    With ``splits_keys`` 2, 4 or 8 warps share the columns, by 16 or several times 16; None takes 4.
-    Raises ValueError for tiles that are no multiples of 16, or do not fit.
+    ``kind`` is the class of the spec, and ``facts`` are its fields besides the sizes.
+    ``shared_limit`` is the shared memory of a thread block in bytes. ``tiles.threads`` must be 32
+    times the number of warps:
+
+    splits_keys   warps of a thread block                                       if threads is None
+    False         Br / 32 or Br / 16, which divides the rows                    Br / 32 if it can
+    True          4, 8 or 2, which divides the columns into multiples of 16     4 if it can
+
+    Raise ValueError if Br or Bc is not a multiple of 16, or the tiles do not fit.
     """
     splits_keys = facts.get("splits_keys", False)
     if tiles.Br % 16 or tiles.Bc % 16:
@@ -290,7 +330,11 @@ def select_mma_spec(
 
 
 def chosen(found: list, tiles: Tiles, head_dim: int, shared_limit: int) -> Any:
-    """The first of these specialisations that fits, or the one with the threads asked for."""
+    """Return the first spec that fits, or the spec with the threads that ``tiles`` demands.
+
+    The specs in ``found`` differ in the number of threads. Raise ValueError if none fits in
+    registers and shared memory (``shared_limit`` in bytes per thread block).
+    """
     staged = f", stages={tiles.stages}" if tiles.stages > 1 else ""
     found = [s for s in found if s.threads <= MAX_THREADS and s.fits_registers]
     if not found:

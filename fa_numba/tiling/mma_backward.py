@@ -1,4 +1,7 @@
-"""How the warps of a block share a tile in the backward pass on tensor cores."""
+"""Specs of the backward kernels on tensor cores (``mma.sync``).
+
+They say how the warps of a thread block share a tile.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +14,27 @@ from fa_numba.tiling.mma_rows import TileRows
 from fa_numba.tiling.spec import GradientSpec, ValuesSpec
 from fa_numba.tiling.tiles import Tiles
 
-# What products with scaled planes of dS or P are multiplied by, of a tile, as many words.
+# Number of factors of a tile: one for each product with scaled planes of dS or P (dQ, dK and dV).
 UNITS = 3
 
 
 @dataclass(frozen=True)
 class MmaBackwardSpec(GradientSpec, MmaSpec):
-    """A backward kernel on tensor cores, which has the transposed ST and dPT in its registers.
+    """A backward kernel on tensor cores, with the transposed ST and dPT in registers.
 
-    A warp takes 16 or 32 columns of S. With ``row_warps`` 1 it takes all rows: PT and dST are then
-    first operands of dV += PT dO and dK += dST Q without leaving registers. With 2 two warps take
-    half of the rows each, exchange PT and dST through shared memory, and make half of the columns
-    of dK and dV each: half the registers. Thread (ty, tx) owns columns tx + 8 j and of
-    each 8 rows 2 ty and 2 ty + 1, counted over the warps. dQ needs all columns: dST is in shared
-    memory, and ``query_warps`` x ``chunk_warps`` warps share a tile of dQ.
+    A warp has 16 or 32 columns of S. ``row_warps`` is the number of warps that share columns:
 
-    ``vector_adds``: atomic adds of two neighbours at once, which compute capability 9.0 has.
+    row_warps   rows of a warp   PT and dST                 columns of dK and dV of a warp
+    1           all              stay in registers          all
+    2           half             pass through shared memory half
+
+    PT and dST are first operands of the products dV += PT dO and dK += dST Q. Two row warps halve
+    the registers for dK and dV. Thread (ty, tx) has the columns tx + 8 j and, of each 8 rows, the
+    rows 2 ty and 2 ty + 1; ty and tx count over all warps. dQ needs all columns of dS. Therefore
+    dST is in shared memory, and ``query_warps`` x ``chunk_warps`` warps share a tile of dQ.
+
+    With ``vector_adds`` an atomic add adds two neighbouring elements at once. Compute capability
+    9.0 has such adds.
     """
 
     row_warps: int = 1
@@ -46,12 +54,16 @@ class MmaBackwardSpec(GradientSpec, MmaSpec):
 
     @property
     def column_registers(self) -> int:
-        """Registers of a thread's part of dK, and of dV."""
+        """Number of registers of a thread for its part of dK; of dV in the spec ``of_values``."""
         return 4 * self.TN * self.gradients.DN
 
     @property
     def longest_arrays(self) -> tuple[int, int]:
-        """Registers of K's or V's fragments, and of dK or dV in a thread, of the longer ones."""
+        """Sizes of a thread's register arrays for fragments of K or V, and for dK or dV.
+
+        The arrays of K and V have equal sizes, and so have the arrays of dK and dV: each size is
+        the larger one of the two that are needed.
+        """
         both = self, self.of_values
         fragments = max(spec.scores.q_registers for spec in both)
         return fragments, max(spec.column_registers for spec in both)
@@ -74,7 +86,10 @@ class MmaBackwardSpec(GradientSpec, MmaSpec):
 
     @property
     def scores(self) -> TransposedSpec:
-        """To make ST = K QT and dPT = V dOT by the forward's parts: K, or V, is their Q."""
+        """Spec with which parts of the forward pass compute ST = K QT, and dPT = V dOT.
+
+        K, or V, takes the place of Q in the forward pass.
+        """
         rows = self.Br // self.row_warps
         kept = 4 * self.planes * self.TN * self.DN
         keeps = self.row_warps == 1 and self.accumulators + kept <= 176
@@ -82,7 +97,10 @@ class MmaBackwardSpec(GradientSpec, MmaSpec):
 
     @property
     def gradients(self) -> TransposedSpec:
-        """For the forward pass's product P V, to make dV = PT dO and dK = dST Q of one warp."""
+        """Spec with which the forward pass's product P V computes dV = PT dO and dK = dST Q.
+
+        It describes the columns of dK and dV that one warp has.
+        """
         return self._transposed(16 * self.DN // self.row_warps, self.Br, False)
 
     def _transposed(self, head_dim: int, rows: int, keeps: bool) -> TransposedSpec:
@@ -91,25 +109,35 @@ class MmaBackwardSpec(GradientSpec, MmaSpec):
 
     @property
     def accumulators(self) -> int:
-        """Registers of a thread's parts of dK, dV, S and dP; of planes one has two sums."""
+        """Number of registers of a thread for its parts of dK, dV, S and dP.
+
+        With planes there is one more sum of the size of S.
+        """
         columns = 4 * (self.DN + self.of_values.DN) // self.row_warps
         found = self.TN * (columns + 2 * self.TM)
         return found + (self.TN * self.TM if self.planes > 1 else 0)
 
     @property
     def warp_parts(self) -> tuple[int, int, int, int]:
-        """Warps that share columns of S; a warp's rows and columns of S, columns of dK, dV."""
+        """Four numbers that say which part of a tile a warp has.
+
+        They are: warps that share columns of S; rows of S of a warp; columns of S of a warp;
+        columns of dK and dV of a warp.
+        """
         U = self.row_warps
         return U, self.Br // U, 8 * self.TN, self.columns // U
 
     @property
     def query_warps(self) -> int:
-        """Warps down the rows of dQ: the split that reads the least of dST and K."""
+        """Number of warps among which the rows of a tile of dQ are divided."""
         return self.warps // self.chunk_warps
 
     @property
     def chunk_warps(self) -> int:
-        """Warps along the columns of dQ, which they take in chunks of 16."""
+        """Number of warps among which the columns of a tile of dQ are divided, in chunks of 16.
+
+        It is the number with the fewest reads of dST and K from shared memory.
+        """
 
         def reads(along: int) -> int:
             fragments = self.Br // 16 * along // self.warps
@@ -121,44 +149,50 @@ class MmaBackwardSpec(GradientSpec, MmaSpec):
 
     @property
     def query_fragments(self) -> int:
-        """Fragments of 16 rows of dQ in a warp."""
+        """Number of fragments of 16 rows of dQ in a warp."""
         return self.Br // 16 // self.query_warps
 
     @property
     def query_turns(self) -> int:
-        """Turns of a warp's part of dQ: two where it is too large for registers at once."""
+        """Number of turns in which a warp computes its part of dQ.
+
+        It is 2 if the part takes more than 80 registers, otherwise 1.
+        """
         chunks = ceil_div(self.DN, self.chunk_warps)
         return 2 if 8 * self.query_fragments * chunks > 80 else 1
 
     @property
     def chunk_step(self) -> int:
-        """Chunks of 16 columns of dQ from one of a warp's to its next in the same turn."""
+        """Distance between two consecutive chunks of 16 columns of dQ of a warp in one turn."""
         return self.chunk_warps * self.query_turns
 
     @property
     def query_chunks(self) -> int:
-        """Chunks of 16 columns of dQ in a warp at a time."""
+        """Number of chunks of 16 columns of dQ that a warp computes in one turn."""
         return ceil_div(self.DN, self.chunk_step)
 
     @property
     def rows_ds(self) -> TileRows:
-        """Rows of dST in shared memory: no copy fills it, so they are padded."""
+        """Layout of the rows of dST in shared memory: padded, because no copy fills it."""
         return TileRows(self.Br, swizzled=False, padded=True)
 
     @property
     def plane_of_scores(self) -> int:
-        """16-bit elements of a plane of dST in shared memory."""
+        """Number of 16-bit elements of one plane of dST in shared memory."""
         return self.Bc * self.rows_ds.pitch
 
     @property
     def tile_halves(self) -> tuple[int, ...]:
-        """16-bit elements of a row tile, a column tile and a tile of dST in shared memory."""
+        """Numbers of 16-bit elements of a row tile, a column tile and a tile of dST."""
         pitch = self.rows.pitch
         return self.Br * pitch, self.Bc * pitch, self.planes * self.plane_of_scores
 
     @property
     def shared_bytes(self) -> int:
-        """Two stages of the row tiles, L and D; K, V, dST and, where warps exchange it, PT."""
+        """Number of bytes of shared memory of a thread block.
+
+        There are two stages of the row tiles, L and D; and K, V, dST and, with two row warps, PT.
+        """
         (rows, columns, scores), (rows_v, columns_v, _) = (
             self.tile_halves,
             self.of_values.tile_halves,
@@ -169,19 +203,24 @@ class MmaBackwardSpec(GradientSpec, MmaSpec):
 
     @property
     def unit_words(self) -> int:
-        """Words of shared memory for these, and for each warp's largest |dS|."""
+        """Number of 32-bit words for the factors of scaled planes, and each warp's largest |dS|.
+
+        It is 0 if planes are not scaled.
+        """
         return round_up(UNITS + self.warps, 4) if self.features.scaled else 0
 
 
 @dataclass(frozen=True)
 class MmaDqSpec(ValuesSpec, MmaSpec):
-    """The kernel of a deterministic backward pass that makes dQ: Q outer, as the forward
-    pass, with S and dP in registers, and fragments of Q and dO.
+    """The kernel that computes dQ alone, in a deterministic backward pass.
+
+    The loop order is Q outer, as in the forward pass. S and dP are in registers, and so are
+    fragments of Q and dO if there are enough registers.
     """
 
     @property
     def accumulators(self) -> int:
-        """Registers of one thread's parts of dQ, S and dP."""
+        """Number of registers of a thread for its parts of dQ, S and dP."""
         return self.TM * (4 * self.DN + 2 * self.TN)
 
     @property
@@ -191,16 +230,16 @@ class MmaDqSpec(ValuesSpec, MmaSpec):
 
     @property
     def shared_bytes(self) -> int:
-        """Q, dO, K and V."""
+        """Number of bytes of shared memory, for Q, dO, K and V."""
         return 2 * sum(sum(spec.tile_halves[:2]) for spec in (self, self.of_values))
 
 
 @dataclass(frozen=True)
 class TransposedSpec(MmaSpec):
-    """A part of what the backward kernel ``whole`` multiplies, its rows being columns of S.
+    """A forward spec for one product of the backward kernel ``whole``; its rows are columns of S.
 
-    ``head_dim`` counts whole fragments. Rows in shared memory and TM, the warp's groups of 8
-    columns of S, are the kernel's.
+    ``head_dim`` is a multiple of the size of a fragment. The layout of rows in shared memory is the
+    layout of ``whole``. TM is the number of columns of S of a thread of ``whole``.
     """
 
     keeps_q: bool = False
@@ -216,17 +255,21 @@ class TransposedSpec(MmaSpec):
 
 
 def row_warps_of(head_dim: int) -> int:
-    """``MmaBackwardSpec.row_warps``: beyond d = 64 registers hold too few columns for one."""
+    """Return ``MmaBackwardSpec.row_warps`` for a head dimension: 1 up to d = 64, otherwise 2.
+
+    Above d = 64 the registers of one warp do not hold dK and dV of enough columns.
+    """
     return 1 if head_dim <= 64 else 2
 
 
 def select_mma_backward_spec(
     tiles: Tiles, head_dim: int, shared_limit: int, **facts: Any
 ) -> MmaBackwardSpec:
-    """The specialisation of a backward kernel on tensor cores for ``tiles``, as
-    ``select_mma_spec``.
+    """Return the spec of a backward kernel on tensor cores for ``tiles``; see ``select_mma_spec``.
 
-    A warp takes 32 or 16 columns, two beyond d = 64 the same ones; None takes 32 where it can.
+    A warp has 32 or 16 columns; if ``tiles.threads`` is None it has 32 if it can. Above d = 64 two
+    warps share their columns. Raise ValueError if the tiles are not multiples of 16 (rows: of 32
+    above d = 64), or do not fit.
     """
     row_warps = row_warps_of(max(head_dim, facts.get("head_dim_v", 0)))
     if tiles.Br % (16 * row_warps) or tiles.Bc % 16:

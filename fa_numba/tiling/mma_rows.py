@@ -1,4 +1,4 @@
-"""Where the rows of a tile of 16-bit elements lie in shared memory."""
+"""The layout of rows of 16-bit elements in shared memory."""
 
 from __future__ import annotations
 
@@ -10,14 +10,21 @@ BANKS = 8  # chunks in the 128 bytes that shared memory gives at once
 
 @dataclass(frozen=True)
 class TileRows:
-    """Rows of ``columns`` 16-bit elements, a multiple of 16, one after the other.
+    """The layout of a tile in shared memory: rows of ``columns`` 16-bit elements.
 
-    ``ldmatrix`` reads a chunk, 16 bytes, of 8 neighbouring rows at once: these should lie in 8
-    different places of 128 bytes, as their banks do. Where ``swizzled`` chunk c of row r lies at
-    chunk c ^ (r // (8 / g)) % g of the row, with g the largest power of two that divides the chunks
-    of a row, at most 8. The two chunks of 32 bytes stay neighbours, so that a copy fetches these 32
-    bytes once. ``padded`` rows lie 16 bytes further apart, which spreads them too, but tears the 32
-    bytes of every other row apart: a copy fetches them twice.
+    The rows lie one after the other. ``columns`` must be a multiple of 16. ``ldmatrix`` reads a
+    chunk of 16 bytes from each of 8 neighbouring rows at once. There are no bank conflicts if these
+    8 chunks lie in different positions modulo 128 bytes. There are three layouts:
+
+    layout     position of chunk c of row r
+    swizzled   chunk c ^ (r // (8 / g)) % g of the row
+    padded     chunk c of the row; rows begin 16 bytes further apart
+    neither    chunk c of the row; reads can have bank conflicts
+
+    g is the largest power of two that divides the number of chunks of a row, and at most 8. In a
+    swizzled row the two chunks of 32 bytes stay neighbours, so that a copy from global memory
+    fetches each 32-byte sector once. In padded rows the 32 bytes of every other row are torn apart,
+    and a copy fetches the sectors of these rows twice.
     """
 
     columns: int
@@ -26,21 +33,21 @@ class TileRows:
 
     @property
     def pitch(self) -> int:
-        """Elements from a row to the next."""
+        """Distance in elements from the start of a row to the start of the next row."""
         return self.columns + (CHUNK if self.padded else 0)
 
     @property
     def group(self) -> int:
-        """Neighbouring chunks that change places with each other, g; 1 without a swizzle."""
+        """Number of neighbouring chunks that are permuted together, g; 1 without a swizzle."""
         chunks = self.columns // CHUNK
         return min(BANKS, chunks & -chunks) if self.swizzled else 1
 
     @property
     def turn_rows(self) -> int:
-        """Neighbouring rows whose chunks change places alike."""
+        """Number of neighbouring rows whose chunks have the same permutation."""
         return BANKS // self.group
 
     @property
     def exchanged(self) -> int:
-        """The bits of an element's place that the swizzle can change."""
+        """Mask of the bits of an element's column that the swizzle can change."""
         return CHUNK * (self.group - 1)

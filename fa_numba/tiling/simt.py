@@ -1,4 +1,4 @@
-"""How the threads of a block share a tile on CUDA cores, in float32."""
+"""Specs of the float32 kernels on CUDA cores: how the threads of a block share a tile."""
 
 from __future__ import annotations
 
@@ -10,22 +10,24 @@ from fa_numba.integers import round_up
 from fa_numba.tiling.spec import MAX_THREADS, GradientSpec, Spec, check_shared, with_threads
 from fa_numba.tiling.tiles import Tiles
 
-# 32-bit registers of a multiprocessor, and what a thread needs beside its accumulators.
+# Number of 32-bit registers of a multiprocessor, and registers that a thread needs in addition to
+# its accumulators.
 REGISTERS = 65536
 OTHER_REGISTERS = 96
 
 
-# Floats in one word of each bank of shared memory: 32 banks of 4 bytes.
+# Number of banks of shared memory. A bank is 4 bytes wide.
 BANKS = 32
 
 
 @dataclass(frozen=True)
 class SharedRows:
-    """Where the rows of a tile lie in shared memory, in floats.
+    """The layout of a tile's rows in shared memory. All fields are in floats or rows.
 
-    Column c of row r lies at ``r pitch + (c ^ unit (r // step % ways))``. Rows without padding keep
-    the 32-byte sectors of global memory whole, which an asynchronous copy would else fetch twice;
-    the exclusive or (a swizzle) puts rows that are read together in different banks all the same.
+    Column c of row r is at the index ``r * pitch + (c ^ unit * (r // step % ways))``. The exclusive
+    or is a swizzle: it puts elements that are read together into different banks. Rows are not
+    padded, because an asynchronous copy then fetches each 32-byte sector of global memory only
+    once.
     """
 
     pitch: int
@@ -35,11 +37,14 @@ class SharedRows:
 
     @classmethod
     def swizzled(cls, columns: int, together: int, unit: int = 4) -> SharedRows:
-        """Rows of ``columns`` floats without padding. ``unit`` floats at one place of ``together``
-        neighbouring rows (both powers of two, at most 32 floats in all) lie in different banks.
+        """Return a layout of rows of ``columns`` floats without padding.
+
+        Take ``unit`` neighbouring floats at one column of each of ``together`` neighbouring rows.
+        All of these floats lie in different banks. ``unit`` and ``together`` must be powers of two
+        whose product is at most 32.
         """
         places = BANKS // unit
-        # Rows begin in this many different places and then in the first again.
+        # Rows begin in ``step`` different banks; row ``step`` begins in the first bank again.
         step = places // gcd(columns // unit, places)
         return cls(columns, unit, step, max(1, together // step))
 
@@ -48,9 +53,13 @@ class SharedRows:
 class SimtSpec(Spec):
     """A forward kernel on CUDA cores.
 
-    Thread (ty, tx) owns the rows ty, ty + ty_count, ... and the columns tx, tx + tx_count, ... of
-    S. Without the "swizzle" (in ``ablated``) rows in shared memory are padded, so that neighbouring
-    lanes find theirs in different banks; without "padding" as well they are bare.
+    Thread (ty, tx) has the rows ty, ty + ty_count, ... and the columns tx, tx + tx_count, ... of S.
+    ``ablated`` contains the measures that are switched off:
+
+    ablated                    rows in shared memory
+    none                       swizzled
+    "swizzle"                  padded, so that neighbouring lanes read different banks
+    "swizzle" and "padding"    neither
     """
 
     ablated: tuple[str, ...] = ()
@@ -74,45 +83,52 @@ class SimtSpec(Spec):
 
     @property
     def shares_evenly(self) -> bool:
-        """Whether the threads cover the tile with equal parts, in whole warps."""
+        """Whether the threads have equal parts of the tile, and are a multiple of 32."""
         whole = self.Bc % self.tx_count == 0 and self.Br % self.ty_count == 0
         return whole and self.threads % 32 == 0
 
     @property
     def d4(self) -> int:
-        """Q's head dimension rounded up to whole 16-byte accesses."""
+        """Q's head dimension rounded up to a multiple of 4, which are 16 bytes."""
         return round_up(self.head_dim, 4)
 
     @property
     def whole_columns(self) -> int:
-        """Columns of a row that is as wide as the threads reach, zeros beyond the head. Where a row
-        ends amid a sector of global memory, an odd number of 16 bytes as there.
+        """Number of floats of a row in shared memory that is padded with zeros to ``columns``.
+
+        Four floats are added if V's head dimension, rounded up to a multiple of 4, is not a
+        multiple of 8. Rows in global memory then end in the middle of a 32-byte sector, and rows in
+        shared memory do too.
         """
         return self.columns + round_up(self.d_v, 4) % 8
 
     @property
     def width(self) -> int:
-        """Floats of a row of Q or K in shared memory."""
+        """Number of floats of a row of Q or K in shared memory."""
         return self.d4
 
     @property
     def rows_q(self) -> SharedRows:
-        """Rows of sQ: a column of 16 / TX of them is read at once, of neighbours in any case."""
+        """Layout of sQ.
+
+        Threads read the same 4 columns of max(16 / tx_count, ``lane_step``) neighbouring rows at
+        once.
+        """
         return self._rows(self.width, max(16 // self.tx_count, self.lane_step))
 
     @property
     def rows_k(self) -> SharedRows:
-        """Rows of sK: a column of eight is read at once."""
+        """Layout of sK. Threads read the same 4 columns of eight neighbouring rows at once."""
         return self._rows(self.width, 8)
 
     @property
     def rows_v(self) -> SharedRows:
-        """Rows of sV, which are read along."""
+        """Layout of sV. Threads read along rows, so no swizzle is needed."""
         return SharedRows(self.whole_columns)
 
     @property
     def rows_p(self) -> SharedRows:
-        """Rows of sP: a warp writes TX neighbours of 32 / TX of them at once."""
+        """Layout of sP. A warp writes tx_count neighbours in each of 32 / tx_count rows at once."""
         return self._rows(self.Bc, BANKS // self.tx_count, self.tx_count)
 
     def _rows(self, columns: int, together: int, unit: int = 4) -> SharedRows:
@@ -122,7 +138,7 @@ class SimtSpec(Spec):
 
     @property
     def tile_floats(self) -> tuple[int, ...]:
-        """Floats of sQ, sK, sV and sP in shared memory."""
+        """Numbers of floats of sQ, sK, sV and sP in shared memory."""
         columns = self.Bc * self.rows_k.pitch, self.Bc * self.rows_v.pitch
         return self.Br * self.rows_q.pitch, *columns, self.Br * self.rows_p.pitch
 
@@ -132,13 +148,18 @@ class SimtSpec(Spec):
 
     @property
     def accumulators(self) -> int:
-        """Registers of one thread's parts of O and of S or, once S is done with, of P V."""
+        """Number of registers of a thread for its part of O, and for its part of S or of P V.
+
+        P V takes the registers of S, which is not needed any more.
+        """
         return self.TM * (4 * self.DN + max(self.TN, 4 * self.DN))
 
     @property
     def reads_per_fma(self) -> float:
-        """16-byte reads of shared memory for each multiply-add of one thread, over both products:
-        the split over threads with the fewest is the fastest.
+        """Number of 16-byte reads of shared memory per multiply-add, over both products.
+
+        Of several ways to share a tile among threads, the way with the smallest number is the
+        fastest.
         """
         reads = (self.TM + self.TN) * self.d4 / 4 + (self.TM / 4 + self.DN) * self.Bc
         return reads / (self.TM * self.TN * self.d4 + self.TM * 4 * self.DN * self.Bc)
@@ -157,19 +178,20 @@ class SimtSpec(Spec):
 
 @dataclass(frozen=True)
 class SimtBackwardSpec(GradientSpec, SimtSpec):
-    """A backward kernel on CUDA cores: K serves two products, Q and dO lie as row tiles do, V as K.
+    """A backward kernel on CUDA cores.
 
-    A thread owns CM rows of dK and dV, in groups of four.
+    K is an operand of two products. sdO has the layout of sQ, and sV the layout of sK. A thread has
+    CM rows of dK and dV, in groups of four.
     """
 
     @property
     def column_registers(self) -> int:
-        """Registers of a thread's part of dK, and of dV."""
+        """Number of registers of a thread for its part of dK; of dV in the spec ``of_values``."""
         return 4 * self.CM * self.DN
 
     @property
     def accumulators(self) -> int:
-        """Registers of one thread's parts of dK and dV, and of S and dP."""
+        """Number of registers of a thread for its parts of dK, dV, S and dP."""
         columns = self.column_registers + self.of_values.column_registers
         return columns + 2 * self.TM * self.TN
 
@@ -177,7 +199,7 @@ class SimtBackwardSpec(GradientSpec, SimtSpec):
 
     @property
     def reads_per_fma(self) -> float:
-        """16-byte reads of shared memory for each multiply-add, over the five products."""
+        """Number of 16-byte reads of shared memory per multiply-add, over the five products."""
         over_d = 2 * (self.TM + self.TN) * self.columns / 4
         over_rows = 2 * (self.CM / 4 + self.DN) * self.Br
         over_columns = (self.TM / 4 + self.DN) * self.Bc
@@ -191,28 +213,28 @@ class SimtBackwardSpec(GradientSpec, SimtSpec):
 
     @property
     def CM(self) -> int:
-        """Rows of dK and dV in one thread."""
+        """Number of rows of dK and dV that a thread has."""
         return self.Bc // self.ty_count
 
     @property
     def width(self) -> int:
-        """Floats of a row of Q, dO, K or V in shared memory."""
+        """Number of floats of a row of Q, dO, K or V in shared memory."""
         return self.whole_columns
 
     @property
     def rows_v(self) -> SharedRows:
-        """Rows of sV, which lie as K's: read along, they may."""
+        """Layout of sV: the layout of sK, since dP = dO VT reads V as S = Q KT reads K."""
         return self.rows_k
 
     @property
     def tile_floats(self) -> tuple[int, ...]:
-        """Floats of a row tile (sQ, sdO), a column tile (sK, sV) and a tile of S (sP, sdS)."""
+        """Numbers of floats of a row tile (Q or dO), a column tile (K or V), and of P or dS."""
         pitches = (self.rows_q.pitch, self.rows_k.pitch, self.rows_p.pitch)
         return (self.Br * pitches[0], self.Bc * pitches[1], self.Br * pitches[2])
 
     @property
     def shared_bytes(self) -> int:
-        """Two tiles of each kind."""
+        """Number of bytes of shared memory: there are two tiles of each kind."""
         return 4 * (sum(self.tile_floats) + sum(self.of_values.tile_floats))
 
 
@@ -220,10 +242,11 @@ def splits(
     Br: int, Bc: int, head_dim: int, kind: type[SimtSpec] = SimtSpec, *,
     any_registers: bool = False, **facts: Any,
 ) -> list[SimtSpec]:  # fmt: skip
-    """Every way to share a tile among the threads of a block, best first.
+    """Return every way to share a tile among the threads of a thread block, the best first.
 
-    ``kind`` is the specialisation wanted, ``facts`` its fields beside the sizes. ``any_registers``
-    keeps those whose threads would not hold their parts in registers.
+    Each way is a spec. ``kind`` is the class of the specs, and ``facts`` are their fields besides
+    the sizes. With ``any_registers`` the result also contains specs whose threads have too few
+    registers for their parts of the tile.
     """
     found = []
     for tx in (8, 16):
@@ -239,11 +262,12 @@ def splits(
 def select_spec(
     tiles: Tiles, head_dim: int, shared_limit: int, kind: type[SimtSpec] = SimtSpec, **facts: Any
 ) -> Any:
-    """The kernel specialisation on CUDA cores for ``tiles``: of ``kind``, with the fields ``facts``
-    beside the sizes; ``shared_limit`` in bytes a block.
+    """Return the spec on CUDA cores for ``tiles``.
 
-    Raises ValueError when the tiles need more shared memory than there is, or no split of the tile
-    over threads exists.
+    ``kind`` is the class of the spec, and ``facts`` are its fields besides the sizes.
+    ``shared_limit`` is the shared memory of a thread block in bytes. Raise ValueError if the tiles
+    need more shared memory, if no way to share the tile among threads fits in registers, or if no
+    way has the number of threads that ``tiles`` demands.
     """
     even = splits(tiles.Br, tiles.Bc, head_dim, kind, any_registers=True, **facts)
     if even:

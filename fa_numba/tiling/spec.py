@@ -1,4 +1,4 @@
-"""What every kernel specialisation says, whatever unit computes: sizes, and who owns which part."""
+"""The base classes of specs: the facts for which the kernels of every unit are compiled."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from fa_numba.options import PLAIN, Features
 from fa_numba.tiling.tiles import Tiles
 
 MAX_THREADS = 512
-# Of sums in fragments (kernels/mma/rows.py): rows, and floats, eight columns of these.
+# Size of a fragment of a sum that is stored in fragments (kernels/mma/rows.py): number of rows, and
+# number of floats. A fragment has eight columns.
 FRAGMENT_ROWS, FRAGMENT = 16, 128
 
 
@@ -23,16 +24,27 @@ _Own = TypeVar("_Own", bound="ValuesSpec")
 
 @dataclass(frozen=True)
 class Spec(ABC):
-    """The compile-time facts of a kernel: everything that its factory closes over.
+    """The facts for which a kernel is compiled; the factory of the kernel takes a spec.
 
-    ``Br`` x ``Bc`` is a tile of S, shared by a block of ``ty_count`` x ``tx_count`` threads. Thread
-    (ty, tx) has TM of its rows, TN of its columns and, of the same rows, 4 DN columns of O. Which
-    ones these are is said by ``row_width``, ``row_step``, ``column_width`` and ``column_step``
-    (parts/layout.py counts with them). ``features`` are the options that the kernel is compiled
-    for. ``aligned``: rows in global memory are contiguous and start at 16-byte addresses.
-    ``grouped``: several query heads read one K/V head. ``tile_heads``: so many of them share the
-    rows of a tile, row r of head n at n + r tile_heads. ``head_dim_v`` is that of V and O, 0 where
-    it is Q's. ``positive_scale``: the scale of the scores is above 0.
+    A tile of S has ``Br`` rows and ``Bc`` columns. The ``ty_count`` x ``tx_count`` threads of a
+    thread block share it. Thread (ty, tx) has TM of the rows and TN of the columns and, in its
+    rows, 4 DN columns of O. The properties ``row_width``, ``row_step``, ``column_width`` and
+    ``column_step`` say which rows and columns these are (``parts/layout.py``). There is a subclass
+    for each unit and pass.
+
+    field            meaning
+    head_dim         head dimension of Q and K
+    Br, Bc           rows and columns of a tile of S
+    tx_count         number of threads that share a row of S
+    ty_count         number of groups of such threads
+    features         options for which the kernel is compiled
+    aligned          whether rows in global memory are contiguous and start at 16-byte addresses
+    return_lse       whether FA-1's forward kernel stores the logsumexp; FA-2's kernel always does
+    grouped          whether several query heads read one K/V head
+    tile_heads       number of query heads whose rows share a row tile: row r of the n-th of these
+                     heads is row n + r * tile_heads of the tile
+    head_dim_v       head dimension of V and O; 0 if it is equal to ``head_dim``
+    positive_scale   whether the scale of the scores is known to be positive
     """
 
     head_dim: int
@@ -50,14 +62,12 @@ class Spec(ABC):
 
     @property
     def threads(self) -> int:
-        """Threads in a block."""
+        """Number of threads in a thread block."""
         return self.tx_count * self.ty_count
 
     @property
     def launch(self) -> tuple[int, int, int]:
-        """What a kernel says of its launch: threads and bytes of shared memory a block, and blocks
-        that a multiprocessor should have registers for.
-        """
+        """Arguments of ``cuda.jit``: threads, bytes of shared memory, and ``min_blocks``."""
         return self.threads, self.shared_bytes, self.min_blocks
 
     @property
@@ -67,42 +77,45 @@ class Spec(ABC):
 
     @property
     def products(self) -> int:
-        """Pairs of planes that are multiplied for one product."""
+        """Number of pairs of planes that one product of matrices multiplies; 1 without planes."""
         return sum(range(1, self.planes + 1))
 
     @property
     def planes(self) -> int:
-        """16-bit matrices whose sum Q, K and V are each, side by side in a row of all."""
+        """Number of 16-bit planes whose sum is Q, K or V; 1 without planes.
+
+        A row in memory contains the rows of all planes, one after the other.
+        """
         return self.features.planes
 
     @property
     def head_rows(self) -> int:
-        """Rows of one head in a tile."""
+        """Number of rows of each query head in a row tile."""
         return self.Br // self.tile_heads
 
     @property
     def key_pieces(self) -> tuple[int, int]:
-        """How many neighbouring threads share a row of K, and of V, while they load a tile."""
+        """Number of threads that share the load of one row of K, and of one row of V."""
         raise NotImplementedError
 
     @property
     def loading_threads(self) -> int:
-        """Threads of a block that load K and V."""
+        """Number of threads of a thread block that load K and V."""
         return self.threads
 
     @property
     def lane_step(self) -> int:
-        """Lanes from one thread of a row to the next."""
+        """Distance in lanes between neighbouring threads of a row, (ty, tx) and (ty, tx + 1)."""
         return 1
 
     @property
     def TM(self) -> int:
-        """Rows of S in one thread."""
+        """Number of rows of S that a thread has."""
         return self.Br // self.ty_count
 
     @property
     def TN(self) -> int:
-        """Columns of S in one thread."""
+        """Number of columns of S that a thread has."""
         return self.Bc // self.tx_count
 
     @property
@@ -112,111 +125,132 @@ class Spec(ABC):
 
     @property
     def DN(self) -> int:
-        """Groups of four columns of O in one thread."""
+        """Number of groups of four columns of O that a thread has."""
         return ceil_div(self.d_v, 4 * self.tx_count)
 
     @property
     def columns(self) -> int:
-        """V's head dimension rounded up to what the threads of a row cover."""
+        """V's head dimension, rounded up to the columns that the threads of a row cover."""
         return 4 * self.tx_count * self.DN
 
     @property
     def row_width(self) -> int:
-        """A thread's rows of S come in runs of this many neighbours."""
+        """Number of neighbouring rows in a run. A thread's rows of S consist of such runs."""
         return 1
 
     @property
     @abstractmethod
     def row_step(self) -> int:
-        """Rows from the start of one run to the start of the thread's next."""
+        """Distance in rows between the starts of two consecutive runs of rows of a thread."""
 
     @property
     def column_width(self) -> int:
-        """A thread's columns of S come in runs of this many neighbours."""
+        """Number of neighbouring columns in a run. A thread's columns of S consist of such runs."""
         return 1
 
     @property
     @abstractmethod
     def column_step(self) -> int:
-        """Columns from the start of one run to the start of the thread's next."""
+        """Distance in columns between the starts of two consecutive runs of columns of a thread."""
 
     @property
     def element_steps(self) -> tuple[int, int]:
-        """Registers of S from a thread's row to its next, and from a column to its next."""
+        """(EI, EJ): element (i, j) of a thread's part of S is in register i * EI + j * EJ."""
         return self.TN, 1
 
     @property
     def warp_columns(self) -> int:
-        """Columns of S from one warp's to the next warp's; 0 where every warp takes all columns."""
+        """Distance in columns of S between neighbouring warps; 0 if each warp has all columns."""
         return 0
 
     @property
     def folds_scale(self) -> bool:
-        """Whether the scale is applied in the softmax's exponent, and not to the scores before:
-        where it keeps their order, and they are the products alone.
+        """Whether the softmax multiplies by the scale inside the exponent.
+
+        Otherwise the scores are multiplied by the scale before the softmax. Folding needs a
+        positive scale, which keeps the order of the scores, and no option that changes scores.
         """
         return self.positive_scale and not self.features.changes_scores
 
     @property
     def reads_bias(self) -> bool:
-        """Whether registers can have a bias before its scores: a thread's columns come in pairs."""
+        """Whether the kernel may load a tile's bias to registers while the scores are computed.
+
+        This needs pairs of neighbouring columns in a thread.
+        """
         return self.features.bias and self.column_width % 2 == 0
 
     @property
     def asks_state(self) -> bool:
-        """Whether a mask_mod asks for the state of a tile's block."""
+        """Whether a mask_mod depends on the state of a tile's block of the block mask.
+
+        In a block whose state is ``FULL`` no element is hidden, so the mask_mod is not called.
+        """
         return self.features.sparse and self.features.mask_mod is not None
 
     @property
     def reads_state(self) -> bool:
-        """Whether a block's state is in the bias's register, before the tile's scores are there."""
+        """Whether the block's state is loaded ahead of the scores, to the register for the bias."""
         return self.asks_state and not self.reads_bias
 
     @property
     def slots_name_next(self) -> bool:
-        """Whether who loads a tile writes beside it which comes next, and the block's state."""
+        """Whether the thread that loads a tile also writes which tile comes next, for a block mask.
+
+        It writes this number, and the block's state, to a word that belongs to the slot of the
+        tile.
+        """
         return False
 
     @property
     def query_ends(self) -> bool:
-        """Whether sequences end within the arrays of queries."""
+        """Whether sequences can end before the end of the arrays of queries."""
         return self.features.packed or self.features.q_lens
 
     @property
     def key_ends(self) -> bool:
-        """Whether sequences end within the arrays of keys."""
+        """Whether sequences can end before the end of the arrays of keys."""
         return self.features.packed or self.features.kv_lens
 
     @property
     def adds_whole_bias(self) -> bool:
-        """Whether a bias is added without a look at each element's place, where all are inside."""
+        """Whether a bias is added without a check per element if the tile is inside the matrix."""
         return False
 
     @property
     def bias_registers(self) -> int:
-        """Registers for a bias; 1 where there is none, since an array of registers has one."""
+        """Number of registers for a tile's bias; at least 1, because arrays need a size."""
         return self.TM * self.TN if self.reads_bias else 1
 
     @property
     def stays(self) -> Text | None:
-        """Backward, the caller's function that is given scores after their mask; else None."""
+        """Text of the caller's function that is computed later from the masked scores.
+
+        Only the backward kernels for Hopper have it, if they keep the scores until dS. It is None
+        for all other specs.
+        """
         return None
 
     @property
     def sums_rows(self) -> bool:
-        """Whether the kernel adds up rows of S, those beyond the matrix too."""
+        """Whether the kernel adds up rows of S, including rows beyond the end of Q.
+
+        Rows beyond the end must then contribute 0.
+        """
         return False
 
     @property
     def block_columns(self) -> int:
-        """Columns of a block of a block mask."""
+        """Number of columns of a block of the block mask."""
         return self.Bc
 
     @property
     def cap_registers(self) -> int:
-        """Registers for the slopes of a cap and of a function on the scores, and behind them for
-        the scores that it is given, kept from S to dS; 1 where there is neither, since an array of
-        registers has at least one.
+        """Number of registers for slopes of scores, and for scores that ``score_mod`` was given.
+
+        Slopes are kept with a softcap or a ``score_mod``, and scores if gradients of captured
+        arrays need them. Each takes TM * TN registers. The number is at least 1, because a register
+        array needs a size.
         """
         each = self.features.slopes + self.features.keeps_scores
         return max(1, each * self.TM * self.TN)
@@ -224,30 +258,33 @@ class Spec(ABC):
     @property
     @abstractmethod
     def accumulators(self) -> int:
-        """Registers of one thread's parts of the tiles that the kernel has in registers at once."""
+        """Number of registers of a thread for its parts of tiles that are in registers together."""
 
     @property
     @abstractmethod
     def fits_registers(self) -> bool:
-        """Whether a thread's parts of the tiles leave it registers for everything else."""
+        """Whether ``accumulators`` leave a thread enough registers for everything else."""
 
     @property
     @abstractmethod
     def shared_bytes(self) -> int:
-        """Bytes of shared memory that a block takes."""
+        """Number of bytes of shared memory that a thread block needs."""
 
     @property
     @abstractmethod
     def min_blocks(self) -> int:
-        """Blocks that ptxas should leave registers for on one multiprocessor."""
+        """Number of thread blocks that must fit in the registers of one multiprocessor.
+
+        The compiler limits the registers of a thread accordingly.
+        """
 
 
 class ValuesSpec(Spec):
-    """Sizes are those of Q, K and their gradients; ``of_values`` has those of V, O and theirs."""
+    """A spec whose sizes are of Q, K, dQ and dK. ``of_values`` has the sizes of V, O, dO and dV."""
 
     @property
     def of_values(self: _Own) -> _Own:
-        """This specification as if Q had the head dimension of V."""
+        """This spec with the head dimension of V in place of the head dimension of Q."""
         if not self.head_dim_v:
             return self
         return replace(self, head_dim=self.head_dim_v, head_dim_v=0)
@@ -259,29 +296,36 @@ class ValuesSpec(Spec):
 
 @dataclass(frozen=True)
 class GradientSpec(ValuesSpec):
-    """A kernel that makes dK and dV. ``splits_queries``: several blocks add to one of each."""
+    """A spec of a kernel that computes dK and dV.
+
+    ``algorithm`` is "fa1" or "fa2". With ``splits_queries`` several thread blocks add to the same
+    dK and dV (FA-1's query splits).
+    """
 
     algorithm: str = "fa2"
     splits_queries: bool = False
 
     @property
     def chunk_tiles(self) -> int:
-        """Column tiles of each head that go before the next ones; 0: all of them."""
+        """Number of column tiles of each head that form a chunk; 0: no chunks.
+
+        The grid visits a chunk of all heads before the next chunk.
+        """
         return 0
 
     @property
     def adders(self) -> int:
-        """Atomic adds to each element of dQ per visited tile."""
+        """Number of atomic adds to each element of dQ per visited tile."""
         return 1
 
     @property
     def adds_fragments(self) -> bool:
-        """Whether dQ is added to a sum in fragments."""
+        """Whether the sum of dQ in global memory is in fragments (``kernels/mma/rows.py``)."""
         return False
 
     @property
     def row_tiles(self) -> int:
-        """Matrices with a row tile in shared memory: Q, dO and, for FlashAttention-1, O."""
+        """Number of matrices that have row tiles in shared memory: Q, dO and, for FA-1, O."""
         return 3 if self.algorithm == "fa1" else 2
 
     @property
@@ -290,7 +334,10 @@ class GradientSpec(ValuesSpec):
 
 
 def check_shared(spec: Spec, shared_limit: int, staged: str = "") -> None:
-    """Raise ValueError unless ``spec`` fits in shared memory of so many bytes a block."""
+    """Raise ValueError if a spec needs more shared memory per thread block than there is.
+
+    ``shared_limit`` is in bytes. ``staged`` is text about the stages for the error message.
+    """
     if spec.shared_bytes > shared_limit:
         raise ValueError(
             f"tiles must fit in {shared_limit} bytes of shared memory (the device's limit for a "
@@ -300,7 +347,11 @@ def check_shared(spec: Spec, shared_limit: int, staged: str = "") -> None:
 
 
 def with_threads(found: Sequence[Any], tiles: Tiles, of: str) -> Any:
-    """The first of these specialisations, or that with the threads asked for; else ValueError."""
+    """Return the first spec, or the spec with the number of threads that ``tiles`` demands.
+
+    Raise ValueError if no spec has this number. ``of`` is text about the unit for the error
+    message.
+    """
     if tiles.threads is None:
         return found[0]
     for spec in found:

@@ -1,4 +1,4 @@
-"""Tiles: the block sizes that a caller may choose."""
+"""Tiles: the tile sizes, threads and stages that a caller may choose."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MOST_STAGES = 4
 
 @dataclass(frozen=True)
 class Tiles:
-    """Block sizes of an algorithm, with the threads and pipeline slots of a thread block.
+    """Tile sizes of an algorithm, with the threads and pipeline slots of a thread block.
 
     A tile of S has Br rows and Bc columns: Br rows of Q, and Bc rows of K and V. The allowed sizes
     depend on the unit, the head dimension and the device. If a call does not allow the sizes,
@@ -75,7 +75,7 @@ class Tiles:
             raise ValueError(f"tiles.stages must be from 1 to {MOST_STAGES}, got {self.stages}")
 
     def for_backward(self) -> Tiles:
-        """Return these block sizes with one pipeline slot, as a backward pass needs them.
+        """Return these tile sizes with one pipeline slot, as a backward pass needs them.
 
         Returns
         -------
@@ -86,7 +86,10 @@ class Tiles:
 
 
 def is_valid(tiles: Tiles, select: Callable[[Tiles], Any]) -> bool:
-    """Return whether there is a kernel for the tiles: whether ``select`` raises no ValueError."""
+    """Return whether there is a kernel for the tiles, that is, whether ``select`` accepts them.
+
+    ``select`` takes the tiles, and raises ValueError if there is no kernel.
+    """
     try:
         select(tiles)
     except ValueError:

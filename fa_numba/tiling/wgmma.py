@@ -1,4 +1,8 @@
-"""How the warpgroups of a block share a tile on Hopper's tensor cores (``wgmma``): forward."""
+"""Specs of the forward kernels on Hopper's tensor cores (``wgmma``).
+
+They say how the warpgroups of a thread block share a tile, and where tiles and barriers are in
+shared memory.
+"""
 
 from __future__ import annotations
 
@@ -14,40 +18,46 @@ from fa_numba.tiling.tiles import Tiles
 GROUP = 128  # threads of a warpgroup
 GROUP_ROWS = 64  # rows of S that a warpgroup takes
 PANEL = 64  # columns of 16-bit elements in 128 bytes
-WORK_WORDS = 4  # of a work tile: its number, first row, head, and batch entry with the split
-# By the number of consumers: registers of a thread that produces, and of one that consumes.
+WORK_WORDS = 4  # words of a work tile: number, first row, head, batch entry together with the split
+# Number of consumers -> registers of a producer thread, and of a consumer thread.
 REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
-# By the number of consumers, where a producer also finds where sequences end.
+# The same for calls in which a producer also looks up where sequences end.
 _REGISTERS_WITH_ENDS = {1: (56, 256), 2: (40, 232), 3: (32, 160)}
-# By the number of consumers, where a producer also looks up pages.
+# The same for calls in which a producer also looks up pages.
 _REGISTERS_WITH_PAGES = {1: (56, 256), 2: (56, 224), 3: (32, 160)}
-# The most that an instruction names.
+# The greatest number of registers that an instruction can address.
 _MOST_REGISTERS = 255
-# Registers of a consumer beside its parts of S, P and O; and where blocks share a multiprocessor.
+# Registers of a consumer thread in addition to its parts of S, P and O; and the same if several
+# thread blocks share a multiprocessor.
 _OTHERS, _OTHERS_SHARED = 32, 20
-# What a window takes more where they do, by what the assembler spills.
+# Further registers for a window in the latter case, by what the assembler spills.
 _WINDOW = 16
-# Registers beside a product's sums that a thread must have at launch: with fewer the assembler
-# refuses the kernel, whatever a consumer takes later.
+# Registers in addition to a product's sums that a thread must have at launch. With fewer registers
+# the assembler refuses the kernel, even if a consumer takes more registers later.
 _BESIDE_SUMS = 30
-# Of one multiprocessor: registers, bytes of shared memory, and of these what any block takes more.
+# Of one multiprocessor: registers, and bytes of shared memory. Of a thread block: bytes that are
+# reserved in addition to its shared memory.
 _POOL, _MEMORY, _RESERVED = 65536, 228 * 1024, 1024
-MOST_BLOCKS = 3  # of one consumer each, side by side on a multiprocessor
-# What FlashAttention-2's forward kernel can do without: turns of the consumer warpgroups, products
-# on their way during a softmax, blocks that stay for several row tiles, a counter that hands these
-# out, the next one's first product begun with the last of this, and taking the next one late.
+MOST_BLOCKS = 3  # most thread blocks with one consumer that share a multiprocessor
+# Measures that `ablate` can switch off in FA-2's forward kernel, see the properties of WgmmaSpec:
+# takes_turns, overlaps, persistent, counts_tiles, begins_next, takes_late.
 WGMMA_MEASURES = dict.fromkeys(
     ("turns", "overlap", "persistent", "counter", "ahead", "late"), ("fa2",)
 )
-# Parts that the registers which three consumers have to spare are counted in, and how many it takes
-# to begin the next row tile's first product ahead: as `spare_taken`, by what the assembler spills.
+# Three consumers have few registers to spare. They are counted in SPARE equal parts. _AHEAD parts
+# are needed to begin the next row tile's first product ahead (by what the assembler spills).
 SPARE, _AHEAD = 4, 2
 
 
 class Pipeline(NamedTuple):
-    """Slots of tiles in shared memory that are filled and emptied in turn: the number of the first
-    slot's barrier for full, and of that for empty; how many slots there are; and into how many
-    parts, with barriers of their own, each is divided among warpgroups.
+    """The barriers of a pipeline, whose slots in shared memory are filled and emptied in turn.
+
+    field    meaning
+    full     index of the barrier that completes when the first slot is full; the barriers of the
+             other slots follow it
+    empty    index of the barrier that completes when the first slot is empty
+    slots    number of slots
+    groups   number of warpgroups that have parts of each slot, with barriers of their own
     """
 
     full: int
@@ -56,12 +66,17 @@ class Pipeline(NamedTuple):
     groups: int = 1
 
 
-# Of barriers initialised together: slots, and of each kind the first's number and its arrivals.
+# Barriers to initialise: pairs of a number of slots, and the kinds of barriers of each slot. A kind
+# is the index of its first barrier, and the number of arrivals that complete a barrier.
 Arrivals: TypeAlias = tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
 
 
 class ForwardPipelines(NamedTuple):
-    """FA-2's forward kernel's: Q, K, V, Q's work tile, and one to say when to take the next."""
+    """The pipelines of FA-2's forward kernel: q, k, v, work and late.
+
+    Each slot of q has a work tile in ``work``. ``late`` has one slot without data: its barrier says
+    that it is time to take the next work tile.
+    """
 
     q: Pipeline
     k: Pipeline
@@ -71,7 +86,16 @@ class ForwardPipelines(NamedTuple):
 
 
 def spare_taken(features: Features) -> int:
-    """How many of the SPARE parts of three consumers' registers the options take."""
+    """Return how many of the ``SPARE`` parts of three consumers' registers the options take.
+
+    options                                          parts
+    packed sequences                                 3
+    kv_lens, or key splits together with q_lens      2
+    alibi_slopes, block_table or dropout_p           SPARE + 1: more than there are
+    window                                           3
+
+    The parts of several options are added. With packed sequences, lengths take no further parts.
+    """
     ends = 2 if features.kv_lens or (features.splits and features.q_lens) else 0
     ends = 3 if features.packed else ends
     more = SPARE + 1 if features.alibi or features.page_size or features.dropout else 0
@@ -80,12 +104,17 @@ def spare_taken(features: Features) -> int:
 
 @dataclass(frozen=True)
 class WgmmaSpec(Spec):
-    """A forward kernel on Hopper's tensor cores: a warpgroup that produces, and ``consumers`` that
-    take 64 rows of S each, and all columns.
+    """A forward kernel on Hopper's tensor cores: one producer warpgroup, and ``consumers``.
 
-    Thread (ty, tx) of a consumer is place tx of 4 in row ty of 64 (intrinsics/warpgroup.py).
-    ``stages`` is how many tiles of K and of V are in shared memory, ``q_stages`` of Q.
-    ``ablated`` are those of WGMMA_MEASURES that are left out. ``blocks`` share a multiprocessor.
+    A consumer is a warpgroup that has 64 rows of S and all columns. Thread (ty, tx) of a consumer
+    has position tx of 4 in row ty of 64 (intrinsics/warpgroup.py).
+
+    field      meaning
+    dtype      dtype of the 16-bit matrices
+    stages     number of slots for tiles of K, and of V
+    q_stages   number of slots for tiles of Q
+    blocks     number of thread blocks that share a multiprocessor
+    ablated    the measures in ``WGMMA_MEASURES`` that are switched off
     """
 
     dtype: str = "float16"
@@ -102,51 +131,63 @@ class WgmmaSpec(Spec):
 
     @property
     def takes_turns(self) -> bool:
-        """Whether consumers begin their products one after the other."""
+        """Whether consumers begin their products one after the other (ping-pong)."""
         return self.consumers > 1 and "turns" not in self.ablated
 
     @property
     def overlaps(self) -> bool:
-        """Whether a consumer's products are on their way during its softmax."""
+        """Whether the tensor cores compute a consumer's products during its softmax."""
         return "overlap" not in self.ablated
 
     @property
     def persistent(self) -> bool:
-        """Whether a block stays on its multiprocessor for several row tiles."""
+        """Whether a thread block computes several work tiles, one after the other."""
         return "persistent" not in self.ablated
 
     @property
     def begins_next(self) -> bool:
-        """Whether the first product of a block's next row tile is on its way with the last one of
-        this: not with one slot of Q, where the next Q is not there yet, nor where options leave
-        three consumers no registers for it.
+        """Whether the first product of the next work tile runs together with the last one of this.
+
+        It does not in these cases: there is only one slot for Q, so that the next Q is not there
+        yet; products do not overlap; there are three consumers, and options leave too few registers
+        (``spare_taken``).
         """
         crowded = self.consumers == 3 and spare_taken(self.features) + _AHEAD > SPARE
         return self.overlaps and self.q_stages > 1 and not crowded and "ahead" not in self.ablated
 
     @property
     def takes_late(self) -> bool:
-        """Whether a block takes its next row tile late, not as soon as a slot of Q is empty."""
+        """Whether a thread block takes its next work tile late, near the end of the present one.
+
+        Otherwise it takes the next work tile as soon as a slot of Q is empty.
+        """
         return "late" not in self.ablated
 
     @property
     def counts_tiles(self) -> bool:
-        """Whether a counter hands out row tiles; else a block's are a grid's length apart."""
+        """Whether a counter in global memory hands out work tiles.
+
+        Otherwise a thread block takes every n-th work tile, where n is the size of the grid.
+        """
         return "counter" not in self.ablated
 
     @property
     def by_group(self) -> bool:
-        """Whether a K/V head is a query head // group; else their numbers are the same."""
+        """Whether the K/V head of a query head h is h divided by the size of a group.
+
+        Otherwise the numbers of both heads are equal: there are no groups, or a row tile has
+        several heads of a group, and h is the number of the group.
+        """
         return self.grouped and self.tile_heads == 1
 
     @property
     def consumers(self) -> int:
-        """Warpgroups that consume."""
+        """Number of consumer warpgroups."""
         return self.Br // GROUP_ROWS
 
     @property
     def consumer_rows(self) -> int:
-        """Rows of a tile from a consumer's first to the next one's first."""
+        """Distance in rows of a tile between the first rows of neighbouring consumers."""
         return GROUP_ROWS
 
     @property
@@ -155,12 +196,19 @@ class WgmmaSpec(Spec):
 
     @property
     def registers_at_first(self) -> int:
-        """Registers of each thread where blocks share a multiprocessor, before some give away."""
+        """Number of registers of each thread at launch if thread blocks share a multiprocessor.
+
+        Producers then give registers away, and consumers take them.
+        """
         return _POOL // (self.blocks * self.threads) // 8 * 8
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Registers of a thread that produces, and of one that consumes."""
+        """Number of registers of a producer thread and of a consumer thread, after their exchange.
+
+        Features that need more registers in producers have tables of their own at the top of this
+        file.
+        """
         if self.blocks > 1:
             few = REGISTERS[2][0]
             given = self.registers_at_first * self.threads - few * GROUP
@@ -173,42 +221,48 @@ class WgmmaSpec(Spec):
 
     @property
     def loads_own_rows(self) -> bool:
-        """Whether each consumer's rows of Q are loaded by a thread of its own."""
+        """Whether each consumer's rows of Q are loaded by a producer thread of their own."""
         return False
 
     @property
     def column_producers(self) -> int:
-        """Threads that load K and V: one, or, of pages, which are many boxes, one each."""
+        """Number of threads that load K and V: 2 with pages (one for K, one for V), otherwise 1.
+
+        A tile of pages consists of many boxes.
+        """
         return 2 if self.features.page_size else 1
 
     @property
     def plane_panels(self) -> int:
-        """Boxes of 64 columns that a row of one plane of Q or K has."""
+        """Number of panels (64 columns) of one plane of a row of Q or K."""
         return ceil_div(self.head_dim, PANEL)
 
     @property
     def plane_panels_v(self) -> int:
-        """Boxes of 64 columns that a row of one plane of V has."""
+        """Number of panels (64 columns) of one plane of a row of V."""
         return ceil_div(self.d_v, PANEL)
 
     @property
     def plane_columns(self) -> tuple[int, int]:
-        """Columns of one plane of Q or K, and of V, in whole boxes."""
+        """Number of columns of one plane, in complete panels: of Q or K, and of V."""
         return PANEL * self.plane_panels, PANEL * self.plane_panels_v
 
     @property
     def panels(self) -> int:
-        """Boxes of 64 columns that a row of Q or K has, of all its planes."""
+        """Number of panels (64 columns) of all planes of a row of Q or K."""
         return self.planes * self.plane_panels
 
     @property
     def panels_v(self) -> int:
-        """Boxes of 64 columns that a row of V or O has, of all its planes."""
+        """Number of panels (64 columns) of all planes of a row of V or O."""
         return self.planes * self.plane_panels_v
 
     @property
     def tile_halves(self) -> tuple[int, int, int]:
-        """16-bit elements of a slot of Q, which O leaves by way of too, of one of K, and of V."""
+        """Numbers of 16-bit elements of a slot of Q, of a slot of K, and of a slot of V.
+
+        A slot of Q also holds O before O is written to global memory.
+        """
         of_q = max(self.panels, self.panels_v)
         return (
             of_q * PANEL * self.Br,
@@ -218,37 +272,41 @@ class WgmmaSpec(Spec):
 
     @property
     def tile_registers(self) -> tuple[int, int, int]:
-        """Registers of a thread's parts of S, of O, and, in words of two 16 bits, of P."""
+        """Numbers of registers of a thread for its parts of S, of O, and of P.
+
+        A register of P contains two 16-bit elements.
+        """
         return self.TM * self.TN, self.TM * self.DN * 4, self.p_registers
 
     @property
     def group_rows(self) -> int:
-        """Rows of one head that a consumer takes."""
+        """Number of rows of each query head among the 64 rows of a consumer."""
         return GROUP_ROWS // self.tile_heads
 
     @property
     def halves(self) -> int:
-        """16-bit elements of all tiles."""
+        """Number of 16-bit elements of all slots of Q, K and V."""
         rows, keys, values = self.tile_halves
         return self.q_stages * rows + self.stages * (keys + values)
 
     @property
     def tile_floats(self) -> int:
-        """Elements of a slot of O in float32: FlashAttention-1 alone carries it."""
+        """Number of elements of a slot of O in float32. Only FA-1 has such slots."""
         return 0
 
     @property
     def first_barrier(self) -> int:
-        """Where the barriers begin, in units of 8 bytes, behind the tiles."""
+        """Index of the first barrier in shared memory, in units of 8 bytes, after the tiles."""
         return (self.halves // 2 + self.q_stages * self.tile_floats) // 2
 
     @property
     def barriers(self) -> int:
+        """Number of barriers."""
         return 1 + 3 * self.q_stages + 4 * self.stages
 
     @property
     def pipelines(self) -> ForwardPipelines:
-        """Work tiles share their slots with Q."""
+        """The pipelines of the kernel. Work tiles and Q share their barriers for empty slots."""
         q, kv, stages = self.q_stages, 1 + 3 * self.q_stages, self.stages
         return ForwardPipelines(
             Pipeline(1 + q, 1 + 2 * q, q),
@@ -260,8 +318,11 @@ class WgmmaSpec(Spec):
 
     @property
     def arrivals(self) -> Arrivals:
-        """A slot of Q is emptied by every consumer warpgroup, and by each thread that loads K or V,
-        which reads the work tile; a slot of K or V by every consumer warp.
+        """The barriers to initialise, and the arrivals that complete each.
+
+        Arrivals that empty a slot of Q: one per consumer warpgroup, and one per thread that loads K
+        or V, because these threads read the work tile. Arrivals that empty a slot of K or V: one
+        per consumer warp. One arrival fills a slot.
         """
         q, k, v, work, late = self.pipelines
         readers, warps = self.consumers + self.column_producers, 4 * self.consumers
@@ -273,7 +334,10 @@ class WgmmaSpec(Spec):
 
     @property
     def first_index(self) -> int:
-        """Where the words of work tiles begin, in units of 4 bytes, behind tiles and barriers."""
+        """Index of the first word of work tiles in shared memory, in units of 4 bytes.
+
+        The words follow the tiles and the barriers.
+        """
         return 2 * (self.first_barrier + self.barriers)
 
     @property
@@ -282,12 +346,15 @@ class WgmmaSpec(Spec):
 
     @property
     def index_words(self) -> int:
-        """Words of work tiles, and behind them, with a block mask, one for each slot of K."""
+        """Number of words of work tiles: ``WORK_WORDS`` for each slot of Q.
+
+        With a block mask there is one more word for each slot of K: which column tile comes next.
+        """
         return WORK_WORDS * self.q_stages + (self.stages if self.slots_name_next else 0)
 
     @property
     def p_registers(self) -> int:
-        """Words of a thread's part of P in 16 bits, of all planes."""
+        """Number of registers of a thread for its part of P in 16 bits, of all planes."""
         return self.planes * self.TM * self.TN // 2
 
     @property
@@ -296,7 +363,7 @@ class WgmmaSpec(Spec):
 
     @property
     def accumulators(self) -> int:
-        sums = min(self.planes, 2) * 4 * self.DN  # of O, and in planes of one tile's P V
+        sums = min(self.planes, 2) * 4 * self.DN  # O, and with planes also P V of one tile
         own = self.TM * (self.TN + sums) + self.p_registers
         return own + (self.bias_registers if self.reads_bias else 0)
 
@@ -305,7 +372,7 @@ class WgmmaSpec(Spec):
         others = _OTHERS
         if self.blocks > 1:
             others = _OTHERS_SHARED + (_WINDOW if self.features.window else 0)
-            sums = self.TM * max(self.TN, 4 * self.DN)  # of S or of O
+            sums = self.TM * max(self.TN, 4 * self.DN)  # S or O
             if sums + _BESIDE_SUMS > self.registers_at_first:
                 return False
         return self.accumulators <= min(self.registers[1], _MOST_REGISTERS) - others
@@ -321,10 +388,11 @@ _Specialised = TypeVar("_Specialised", bound=WgmmaSpec)
 def within_registers(
     kind: type[_Specialised], tiles: Tiles, head_dim: int, **facts: object
 ) -> _Specialised:
-    """The specialisation of a ``kind`` for ``tiles``, with the fields ``facts`` beside the sizes.
+    """Return the spec of class ``kind`` for ``tiles``. ``facts`` are its fields besides the sizes.
 
-    Raises ValueError for other rows than 64, 128 or 192, columns that are no multiple of 16 up to
-    256, another number of threads, and what does not fit registers.
+    Raise ValueError in these cases: Br is not 64, 128 or 192; Bc is not a multiple of 16 up to 256;
+    ``tiles.threads`` is another number; the tiles do not fit in registers. Shared memory is not
+    checked.
     """
     allowed = [GROUP_ROWS * n for n in REGISTERS]
     if tiles.Br not in allowed or tiles.Bc % 16 or tiles.Bc > 256:
@@ -346,12 +414,13 @@ def within_registers(
 def select_wgmma_spec(
     tiles: Tiles, head_dim: int, shared_limit: int, *, shares: bool = False, **facts: object
 ) -> WgmmaSpec:
-    """The specialisation on Hopper's tensor cores for ``tiles``, with the fields ``facts`` beside
-    the sizes; ``shared_limit`` in bytes a block. Two tiles of Q are in memory where they fit, more
-    where there are more of K and V. With ``shares`` as many blocks of one consumer share a
-    multiprocessor as fit.
+    """Return the spec of FA-2's forward kernel on Hopper's tensor cores for ``tiles``.
 
-    Raises ValueError as ``within_registers`` does, and for what does not fit memory.
+    ``facts`` are the fields besides the sizes, and ``shared_limit`` is the shared memory of a
+    thread block in bytes. The number of slots for Q is max(2, stages), or 1 if that does not fit.
+    With ``shares``, and one consumer per thread block, two or three thread blocks share a
+    multiprocessor if they fit. Raise ValueError as ``within_registers`` does, and for tiles that do
+    not fit in shared memory.
     """
     slots = {"stages": tiles.stages, "q_stages": max(2, tiles.stages)}
     spec = within_registers(WgmmaSpec, tiles, head_dim, **slots, **facts)

@@ -1,4 +1,8 @@
-"""How the warpgroups of a block share a tile in the backward pass on Hopper's tensor cores."""
+"""Specs of the backward kernels on Hopper's tensor cores (``wgmma``).
+
+They say how the warpgroups of a thread block share a tile, and where tiles and barriers are in
+shared memory. The module ``wgmma_variants`` chooses tiles and registers.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +33,21 @@ from fa_numba.tiling.wgmma_variants import (
 )
 
 WARP = 32
-KEY_TILE_WORDS = 9  # of a column tile that one thread finds for its block
-# Registers of a consumer beside its parts of the tiles.
+KEY_TILE_WORDS = 9  # words of a column tile that one thread finds for its block (`key_tiles`)
+# Registers of a consumer thread in addition to its parts of the tiles.
 _OTHERS = 32
 
 
 class BackwardPipelines(NamedTuple):
-    """A backward kernel's: K and V; Q with L, and, in FA-2, D; dO; and, in FA-1, O; and D."""
+    """The pipelines of a backward kernel. The table gives what a slot contains.
+
+    field   FA-2             FA-1
+    kv      K and V          K and V
+    q       Q, L and D       Q and L
+    do      dO               dO
+    o       not used         O
+    d       not used         D
+    """
 
     kv: Pipeline
     q: Pipeline
@@ -45,7 +57,10 @@ class BackwardPipelines(NamedTuple):
 
 
 class WidePipelines(NamedTuple):
-    """The pipelines of the backward kernel beyond d = 128: K and V; Q with L and D; dO; and S."""
+    """The pipelines of the backward kernel for head dimensions above 128.
+
+    A slot of kv contains K and V, a slot of q contains Q, L and D, a slot of do dO, a slot of s S.
+    """
 
     kv: Pipeline
     q: Pipeline
@@ -54,7 +69,7 @@ class WidePipelines(NamedTuple):
 
 
 class DqPipelines(NamedTuple):
-    """The pipelines of the kernel that makes dQ alone: Q, dO, K and V."""
+    """The pipelines of the kernel that computes dQ alone: for Q, dO, K and V."""
 
     q: Pipeline
     do: Pipeline
@@ -64,17 +79,23 @@ class DqPipelines(NamedTuple):
 
 @dataclass(frozen=True)
 class WgmmaBackwardSpec(GradientSpec):
-    """A backward kernel on Hopper's tensor cores: a warpgroup that produces, and two that take 64
-    columns of S each, and all rows. ``variant`` is the kernel's row of the table of variants.
+    """A backward kernel on Hopper's tensor cores: a producer warpgroup, and two consumers.
 
-    S and dP stand transposed in registers: a thread (ty, tx) of a consumer is place ty of 4 in
-    column tx of the tile, and has of it all of that place's rows. dQ needs all columns: dST is in
-    shared memory, and each consumer makes 64 x 64 elements of dQ.
+    A consumer is a warpgroup that has 64 columns of S and all rows of the tile. S and dP are
+    transposed in registers: thread (ty, tx) of a consumer has position ty of 4 in column tx of the
+    tile. It has the rows 2 ty and 2 ty + 1 of each 8 rows. dQ needs all columns of dS. Therefore
+    dST is in shared memory, and each consumer computes 64 x 64 elements of dQ.
 
-    ``splits_group``: several blocks take query heads of one K/V head each, and leave parts of dK
-    and dV; with ``splits_rows`` one head's rows each.
-    ``chunk_tiles``, where it is not 0: so many column tiles of each head go before the next ones
-    (parts/wgmma/key_tiles.py).
+    field          meaning
+    dtype          dtype of the 16-bit matrices
+    vector_adds    whether the GPU adds two neighbouring floats with one atomic add
+    splits_group   whether several thread blocks share a column tile, and store parts of dK and dV
+    splits_rows    whether each of these thread blocks has rows of one query head; otherwise each
+                   has complete query heads
+    chunk_tiles    number of column tiles in a chunk; 0: no chunks. The grid visits a chunk of all
+                   heads before the next chunk (parts/wgmma/key_tiles.py)
+    stays          text of the caller's function that is computed later from masked scores, or None
+    variant        the row of the table of variants
     """
 
     dtype: str = "float16"
@@ -91,7 +112,7 @@ class WgmmaBackwardSpec(GradientSpec):
     column_width = 1
     column_step = 8
     min_blocks = 1
-    # Whether the consumers share columns, and make dV and dK (``WgmmaWideBackwardSpec``).
+    # Whether both consumers have the same columns: one computes dV, the other dK.
     wide = False
 
     @property
@@ -100,17 +121,17 @@ class WgmmaBackwardSpec(GradientSpec):
 
     @property
     def single_head(self) -> bool:
-        """Whether a block takes rows of one query head, as the kernel knows."""
+        """Whether the kernel knows that a thread block has rows of one query head only."""
         return not self.grouped if self.algorithm == "fa1" else self.splits_rows
 
     @property
     def adds_fragments(self) -> bool:
-        """Whether dQ is added to a sum in fragments."""
+        """Whether the sum of dQ in global memory is in fragments (``kernels/mma/rows.py``)."""
         return self.variant.dq is Dq.FRAGMENTS
 
-    # Whether dS is made of P in 16 bits, which leaves the registers of P in float32 to others.
+    # Whether dS is computed from P in 16 bits, which frees the registers of P in float32.
     rounds_before_ds = False
-    # Whether dS goes to shared memory by tiles of 8 x 8 elements.
+    # Whether dS is stored to shared memory by instructions that store tiles of 8 x 8 elements.
     stores_tiles = False
 
     @property
@@ -119,7 +140,7 @@ class WgmmaBackwardSpec(GradientSpec):
 
     @property
     def slots(self) -> int:
-        """Row tiles of Q and dO in shared memory."""
+        """Number of row tiles of Q, and of dO, in shared memory."""
         return self.variant.slots
 
     @property
@@ -128,22 +149,22 @@ class WgmmaBackwardSpec(GradientSpec):
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Registers of a thread that produces, and of one that consumes."""
+        """Number of registers of a producer thread and of a consumer thread."""
         return self.variant.registers
 
     @property
     def panels(self) -> int:
-        """Boxes of 64 columns that a row of Q has."""
+        """Number of panels (64 columns) of a row of Q."""
         return ceil_div(self.head_dim, PANEL)
 
     @property
     def most_columns(self) -> int:
-        """Columns of a row of Q or of V, the larger."""
+        """Number of columns of a row of Q or of V, the larger number."""
         return max(self.head_dim, self.head_dim_v)
 
     @property
     def most_panels(self) -> int:
-        """Boxes of 64 columns that the longer row, of Q or of V, has."""
+        """Number of panels (64 columns) of a row of Q or of V, the larger number."""
         return max(self.panels, self.of_values.panels)
 
     @property
@@ -156,7 +177,7 @@ class WgmmaBackwardSpec(GradientSpec):
 
     @property
     def column_registers(self) -> int:
-        """Registers of a thread's part of dK, and of dV."""
+        """Number of registers of a thread for its part of dK; of dV in the spec ``of_values``."""
         return self.TN * 4 * self.DN
 
     @property
@@ -165,37 +186,48 @@ class WgmmaBackwardSpec(GradientSpec):
 
     @property
     def query_columns(self) -> int:
-        """Columns of a consumer's 64 rows of dQ: half a panel if V leaves no more registers."""
+        """Number of columns of a consumer's part of dQ, which has 64 rows: 64, or in one case 32.
+
+        It is 32 if Q has one panel of 64 columns, and V has more. The consumers then share the 64
+        columns of dQ, since dV leaves too few registers for a larger part.
+        """
         return PANEL // self.consumers if self.most_panels > self.panels == 1 else PANEL
 
     @property
     def query_registers(self) -> int:
-        """Registers of a thread's part of dQ."""
+        """Number of registers of a thread for its part of dQ."""
         return self.query_columns * GROUP_ROWS // GROUP
 
     @property
     def query_floats(self) -> int:
-        """Elements of a tile of dQ in shared memory, where FlashAttention-1's never is."""
+        """Number of elements of the tile of dQ in shared memory; 0 for FA-1.
+
+        FA-1 adds to dQ from registers.
+        """
         return 0 if self.algorithm == "fa1" else self.consumers * GROUP_ROWS * self.query_columns
 
     @property
     def p_registers(self) -> int:
-        """Words of a thread's part of P, or dS, in 16 bits."""
+        """Number of registers of a thread for its part of P, or of dS, in 16 bits."""
         return self.TM * self.TN // 2
 
     @property
     def slopes_alone(self) -> bool:
-        """Whether a function's slopes are made of scores that stay, and nothing beside."""
+        """Whether scores are kept until dS only for the slopes of a ``score_mod``."""
         return slopes_alone(self.features)
 
     @property
     def slopes_early(self) -> bool:
-        """Whether ``slopes_alone`` are made with P, while dP is on its way."""
+        """Whether the slopes (``slopes_alone``) are computed with P, while dP is still computed."""
         return self.slopes_alone and self.rounds_early and not self.wide
 
     @property
     def rounds_early(self) -> bool:
-        """Whether registers hold P in 16 bits beside P and dP: dV's product begins before dS."""
+        """Whether P is rounded to 16 bits before dS is computed, so that dV's product begins early.
+
+        This takes registers for P in 16 bits in addition to P and dP in float32. It is not done for
+        FA-1, and not for options that need these registers.
+        """
         features = self.features
         plain = self.algorithm == "fa2" and not features.softcap  # P waits for the cap's slope
         plain = plain and not features.bias and (self.slopes_alone or not features.scores_stay)
@@ -204,23 +236,29 @@ class WgmmaBackwardSpec(GradientSpec):
 
     @property
     def tile_registers(self) -> tuple[int, int, int, int, int]:
-        """Registers of a thread's S or dP; of P or dS, in words; of dQ, of dK and of dV."""
+        """Numbers of registers of a thread for S (or dP), P (or dS, in 16 bits), dQ, dK and dV."""
         columns = self.column_registers, self.of_values.column_registers
         return self.TM * self.TN, self.p_registers, self.query_registers, *columns
 
     @property
     def block_columns(self) -> int:
-        """Columns of a block of a block mask: of the whole tile, also in one consumer's part."""
+        """Number of columns of a block of a block mask: the columns of all consumers.
+
+        The number is the same in the spec of one consumer's part of the tile.
+        """
         return self.consumers * GROUP_ROWS
 
     @property
     def part(self) -> WgmmaBackwardSpec:
-        """What one consumer has of a tile of S."""
+        """The spec of one consumer's part of a tile of S: 64 columns."""
         return replace(self, Bc=GROUP_ROWS)
 
     @property
     def bias_first(self) -> bool:
-        """Whether the bias is added before dP's product begins, in registers that dP takes."""
+        """Whether the bias is added before dP's product begins, because dP takes the registers.
+
+        This is the case for a larger head dimension from 49 to 64, if scores are not kept until dS.
+        """
         few = self.features.bias and not self.features.scores_stay
         return few and ADDED_BESIDE < self.most_columns <= PANEL
 
@@ -232,8 +270,12 @@ class WgmmaBackwardSpec(GradientSpec):
 
     @property
     def masked_part(self) -> WgmmaBackwardSpec:
-        """The spec of ``scale_and_mask``: of S whose bias went first masks alone, since it is
-        scaled; of scores that stay what is done first.
+        """The spec with which the part ``scale_and_mask`` is made.
+
+        case                          what ``scale_and_mask`` does
+        scores are kept until dS      it hides elements; see ``hidden_alone``
+        the bias is added before dP   it only masks: the scores are already scaled and biased
+        otherwise                     everything, for one consumer's part of the tile
         """
         if self.features.scores_stay:
             return hidden_alone(self.part)
@@ -244,32 +286,47 @@ class WgmmaBackwardSpec(GradientSpec):
 
     @property
     def transposed(self) -> WgmmaSpec:
-        """For the forward pass's products Q KT and P V, to make ST = K QT, dPT = V dOT, dV = PT dO
-        and dK = dST Q: rows are columns of S.
+        """Forward spec with which the forward pass's products compute those of the backward pass.
+
+        Q KT becomes ST = K QT and dPT = V dOT. P V becomes dV = PT dO and dK = dST Q. Rows of the
+        forward spec are columns of S.
         """
         return self._transposed(WgmmaSpec)
 
     def _transposed(self, kind: type[WgmmaSpec]) -> WgmmaSpec:
-        own = self.features  # PT is without what is dropped
+        own = self.features  # dropout marks the elements of PT that are dropped
         features = Features(dropout=own.dropout, precision=own.precision)
         sizes = (self.head_dim, self.Bc, self.Br, 4, self.Bc // 2)
         return kind(*sizes, features, dtype=self.dtype)
 
     @property
     def drawn_words(self) -> int:
-        """Words with a bit for each element of a consumer thread's S: dropout keeps it."""
+        """Number of 32-bit words with a bit for each element of a consumer thread's part of S.
+
+        A bit is 1 if dropout keeps the element. The number is 0 without dropout.
+        """
         return self.TM * self.TN // 32 if self.features.dropout else 0
 
     @property
     def tile_halves(self) -> tuple[int, int, int]:
-        """16-bit elements of a tile of Q or dO, of K or V, and of dS."""
+        """Numbers of 16-bit elements of a tile of Q, a tile of K, and a tile of dS.
+
+        The spec ``of_values`` has the numbers for dO and V.
+        """
         columns = self.panels * PANEL
         return columns * self.Br, columns * self.Bc, self.Br * self.Bc
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Where in shared memory Q, dO and dS begin, in 16-bit elements, behind K and V; then dQ,
-        and L and D, in floats; and the barriers, in units of 8 bytes.
+        """Positions in shared memory of six things, which follow K and V.
+
+        thing     unit
+        Q         16-bit elements
+        dO        16-bit elements
+        dS        16-bit elements
+        dQ        floats
+        L and D   floats
+        barriers  8 bytes
         """
         (rows, columns, scores), (out, values, _) = self.tile_halves, self.of_values.tile_halves
         at_q = columns + values
@@ -281,13 +338,15 @@ class WgmmaBackwardSpec(GradientSpec):
 
     @property
     def offset_of_o(self) -> int:
-        """Where O begins, as ``offsets``, behind dO."""
+        """Position of O in shared memory, after dO, in 16-bit elements (FA-1 only)."""
         return self.offsets[1] + self.slots * self.of_values.tile_halves[0]
 
     @property
     def pipelines(self) -> BackwardPipelines:
-        """Row tiles share the barriers of an empty slot. FlashAttention-1's have O and D too, and
-        their K and V are loaded again in every pass.
+        """The pipelines of the kernel. All matrices of a row tile share the barrier for empty.
+
+        FA-1 has pipelines for O and D in addition, and a barrier for empty slots of K and V,
+        because it loads K and V again in every pass.
         """
         empty, more = 1 + 2 * self.slots, 1 + 3 * self.slots
         return BackwardPipelines(
@@ -300,9 +359,16 @@ class WgmmaBackwardSpec(GradientSpec):
 
     @property
     def arrivals(self) -> Arrivals:
-        """A slot of Q is full when its L is there too, its D, which two warps load, and what
-        dropout drops, or, of FlashAttention-1, L, which one does, as two make D of dO and O. Every
-        consumer warp empties one of Q, dO and O, every consumer that of K and V.
+        """The barriers to initialise, and the arrivals that complete each.
+
+        barrier        FA-2                       FA-1
+        Q is full      ``fill_arrivals``          1 for Q, and a warp that loads L
+        dO is full     1                          1
+        O is full      none                       1
+        D is full      none                       two warps that compute D from dO and O
+        row tile empty one per consumer warp      one per consumer warp
+        K, V are full  1                          1
+        K, V are empty none                       one per consumer
         """
         kv, q, do, o, d = self.pipelines
         empty = (q.empty, 4 * self.consumers)
@@ -315,13 +381,16 @@ class WgmmaBackwardSpec(GradientSpec):
 
     @property
     def barriers(self) -> int:
+        """Number of barriers."""
         return 1 + 3 * self.slots + (1 + 2 * self.slots if self.algorithm == "fa1" else 0)
 
     @property
     def key_tile_words(self) -> tuple[int, int]:
-        """Behind the barriers, in words: where the column tile's begin, and how
-        many there are: none where all of a batch has the arrays' lengths, and no rows are split.
-        Of FlashAttention-1 two a slot for what a block mask says.
+        """Position and number of the words of the column tile, in words, after the barriers.
+
+        algorithm   number of words
+        "fa2"       ``KEY_TILE_WORDS`` with lengths of batch entries or split rows, otherwise none
+        "fa1"       two for each slot with a block mask, otherwise none
         """
         words = KEY_TILE_WORDS if self.features.lengths or self.splits_rows else 0
         if self.algorithm == "fa1":
@@ -330,19 +399,26 @@ class WgmmaBackwardSpec(GradientSpec):
 
     @property
     def fill_arrivals(self) -> int:
-        """Arrivals that fill a slot of FlashAttention-2's Q: of who loads it, of two warps with L
-        and D, and of a thread for each column of S, which draws.
+        """Number of arrivals that fill a slot of Q in FA-2's kernel.
+
+        arrivals   from
+        1          the thread that loads Q
+        64         two warps that load L and D
+        Bc         with dropout only: a thread for each column of S, which draws random numbers
         """
         return 1 + 2 * WARP + (self.Bc if self.features.dropout else 0)
 
     @property
     def drawing_threads(self) -> int:
-        """Consumer threads with columns of their own, two each, of four a row."""
+        """Number of consumer threads that have different elements of S.
+
+        Four threads share two columns of S.
+        """
         return 2 * self.Bc
 
     @property
     def drawn_span(self) -> tuple[int, int]:
-        """In words: where the bits of what dropout drops begin, and how many words there are."""
+        """Position and number, in words, of the words with the bits of dropout."""
         return sum(self.key_tile_words), self.slots * self.drawing_threads * self.drawn_words
 
     @property
@@ -351,7 +427,7 @@ class WgmmaBackwardSpec(GradientSpec):
 
     @property
     def accumulators(self) -> int:
-        """Registers of one thread's parts of dK and dV, of S and dP, and of P in 16 bits."""
+        """Number of registers of a thread for its parts of dK, dV, S, dP, and P in 16 bits."""
         columns = self.column_registers + self.of_values.column_registers
         return columns + 2 * self.TM * self.TN + self.p_registers
 
@@ -364,8 +440,10 @@ _Specialised = TypeVar("_Specialised", "WgmmaBackwardSpec", "WgmmaDqSpec")
 
 
 def hidden_alone(spec: _Specialised) -> _Specialised:
-    """``spec`` without what makes visible scores others than scale Q KT; rows beyond the matrix are
-    hidden too, since a function may be no number there.
+    """Return ``spec`` for the first of two steps on scores: to hide elements.
+
+    The options that change visible scores are removed, since a later step computes them. Rows
+    beyond the end of Q are hidden too, because the caller's function may return NaN there.
     """
     added = replace(spec.features, softcap=False, alibi=False, bias=False, q_lens=True)
     features = replace(added, score_mod=None, score_mod_grad=None)
@@ -375,19 +453,26 @@ def hidden_alone(spec: _Specialised) -> _Specialised:
 
 @dataclass(frozen=True)
 class WgmmaMasksBackwardSpec(WgmmaBackwardSpec):
-    """A backward kernel without options, but for masks: each warp adds its own part of dQ."""
+    """A backward kernel for calls without options except masks. Each warp adds a part of dQ."""
 
     rounds_early = True
     stores_tiles = True
 
     @property
     def rounds_before_ds(self) -> bool:  # type: ignore[override]
-        """Beyond a head dimension of 64, dK and dV leave no registers for P in float32."""
+        """Whether dS is computed from P in 16 bits: for head dimensions above 64.
+
+        dK and dV then leave no registers for P in float32.
+        """
         return self.panels > 1
 
     @property
     def ds_pipeline(self) -> Pipeline:
-        """Full when each consumer warp has stored; stored to anew when both have read."""
+        """The pipeline of dS. A slot is full when each consumer warp has stored its part of dS.
+
+        It has no barriers for empty slots. A slot is stored to again only after both consumers have
+        released the row tile of the slot.
+        """
         return Pipeline(1 + 3 * self.slots, 0, self.slots)
 
     @property
@@ -402,9 +487,11 @@ class WgmmaMasksBackwardSpec(WgmmaBackwardSpec):
 
 @dataclass(frozen=True)
 class WgmmaWideBackwardSpec(WgmmaBackwardSpec):
-    """A backward kernel beyond d = 128, where dK and dV of 64 columns fill the registers of a
-    warpgroup each: both consumers take all 64 columns and all rows of a tile. One makes S, P and
-    dV, the other dP, dS and dK, and S passes through shared memory.
+    """A backward kernel for head dimensions above 128.
+
+    dK of 64 columns fills the registers of a warpgroup, and dV does too. Therefore both consumers
+    have all 64 columns and all rows of a tile. One computes S, P and dV, the other dP, dS and dK. S
+    passes through shared memory.
     """
 
     wide = True
@@ -416,13 +503,23 @@ class WgmmaWideBackwardSpec(WgmmaBackwardSpec):
 
     @property
     def column_halves(self) -> int:
-        """16-bit elements of Kj, by way of which dV leaves, and of Vj, by way of which dK does."""
+        """Number of 16-bit elements of the space for Kj, and of the space for Vj.
+
+        dV leaves the kernel through the space of Kj, and dK through the space of Vj. Therefore both
+        have the larger of the two sizes.
+        """
         return max(self.tile_halves[1], self.of_values.tile_halves[1])
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Where in shared memory Q and dO begin, in 16-bit elements, behind K and V; then S, and L
-        and D, in floats; and the barriers, in units of 8 bytes.
+        """Positions in shared memory of five things, which follow K and V.
+
+        thing     unit
+        Q         16-bit elements
+        dO        16-bit elements
+        S         floats
+        L and D   floats
+        barriers  8 bytes
         """
         (rows, _, scores), out = self.tile_halves, self.of_values.tile_halves[0]
         at_q = 2 * self.column_halves
@@ -432,13 +529,16 @@ class WgmmaWideBackwardSpec(WgmmaBackwardSpec):
 
     @property
     def pipelines(self) -> WidePipelines:  # type: ignore[override]
-        """A slot of S is empty when that of Q is."""
+        """The pipelines of the kernel. A slot of S and a slot of Q share the barrier for empty."""
         kv, q, do, _, _ = super().pipelines
         return WidePipelines(kv, q, do, Pipeline(1 + 3 * self.slots, q.empty, self.slots))
 
     @property
     def arrivals(self) -> Arrivals:
-        """A slot of S is full when each thread has stored its part."""
+        """The barriers to initialise, and the arrivals that complete each.
+
+        A slot of S is full when each thread of one consumer has stored its part.
+        """
         kv, q, do, s = self.pipelines
         of_rows = ((q.full, self.fill_arrivals), (do.full, 1), (q.empty, 4 * self.consumers))
         return (self.slots, ((s.full, GROUP),)), (1, ((kv.full, 1),)), (self.slots, of_rows)
@@ -449,25 +549,27 @@ class WgmmaWideBackwardSpec(WgmmaBackwardSpec):
 
     @property
     def accumulators(self) -> int:
-        """Registers of one thread's parts of dK or dV, of S and dP, and of dS in 16 bits."""
+        """Number of registers of a thread for its parts of dK or dV, S, dP, and dS in 16 bits."""
         columns = max(self.column_registers, self.of_values.column_registers)
         return columns + 2 * self.TM * self.TN + self.p_registers
 
 
 @dataclass(frozen=True)
 class WgmmaPlanesBackwardSpec(WgmmaBackwardSpec):
-    """A backward kernel of float32 in two planes of 16 bits: up to d = 64, beyond which neither
-    registers nor shared memory hold a tile's. A consumer makes dQ of its own 64 columns alone: dS
-    passes through shared memory to nobody else, and has a power of two of its own.
+    """A backward kernel for float32 inputs in two planes of 16 bits, for head dimensions up to 64.
+
+    A consumer computes dQ only from its own 64 columns of dS. Therefore no other consumer reads its
+    dS in shared memory, and its dS is scaled by a power of two of its own. Both consumers add to
+    dQ.
     """
 
     query_floats = 0
     query_columns = PANEL
-    adders = 2  # to dQ: each consumer adds its own columns
+    adders = 2  # both consumers add to each element of dQ, for their own columns of S
 
     @property
     def plane_panels(self) -> int:
-        """Boxes of 64 columns that a row of one plane has."""
+        """Number of panels (64 columns) of one plane of a row of Q."""
         return ceil_div(self.head_dim, PANEL)
 
     @property
@@ -476,12 +578,12 @@ class WgmmaPlanesBackwardSpec(WgmmaBackwardSpec):
 
     @property
     def panels(self) -> int:
-        """Boxes of 64 columns that a row of all planes has."""
+        """Number of panels (64 columns) of all planes of a row of Q."""
         return self.planes * self.plane_panels
 
     @property
     def largest_words(self) -> tuple[int, int]:
-        """In words: where each consumer warp's largest |dS| lies, and how many there are."""
+        """Position and number, in words, of the space for each consumer warp's largest |dS|."""
         return round_up(sum(self.drawn_span), 4), 4 * self.consumers
 
     @property
@@ -491,9 +593,12 @@ class WgmmaPlanesBackwardSpec(WgmmaBackwardSpec):
 
 @dataclass(frozen=True)
 class WgmmaWidePlanesBackwardSpec(WgmmaPlanesBackwardSpec):
-    """A backward kernel of planes beyond d = 64, where dK and dV of 64 columns with a tile's sums
-    fill a warpgroup's registers each: both consumers take all 64 columns. One makes S, P and dV,
-    the other dP, dS and dK, each a panel of dQ. P passes through shared memory, as dQ elsewhere.
+    """A backward kernel for float32 inputs in planes, for head dimensions above 64.
+
+    dK of 64 columns fills the registers of a warpgroup together with the sum of one tile, and dV
+    does too. Therefore both consumers have all 64 columns. One computes S, P and dV, the other dP,
+    dS and dK, and each computes a panel of dQ. P passes through the shared memory that other
+    kernels use for dQ.
     """
 
     query_floats = GROUP_ROWS * GROUP_ROWS
@@ -501,14 +606,14 @@ class WgmmaWidePlanesBackwardSpec(WgmmaPlanesBackwardSpec):
 
 
 class _SharedRows(WgmmaSpec):
-    """``WgmmaSpec`` of two consumers that multiply the same rows."""
+    """A ``WgmmaSpec`` of two consumers that multiply the same rows."""
 
     consumer_rows = 0
     slots_name_next = False
     consumers = 2
 
 
-# The layout of shared memory and barriers, by the name of the consumers in a variant's row.
+# Name of the consumers in a variant's row -> the spec, which has the layout of shared memory.
 _SPECS: dict[str, type[WgmmaBackwardSpec]] = {
     "columns": WgmmaBackwardSpec,
     "fa1": WgmmaBackwardSpec,
@@ -522,11 +627,11 @@ _SPECS: dict[str, type[WgmmaBackwardSpec]] = {
 def select_wgmma_backward_spec(
     tiles: Tiles | None, call: BackwardCall, shared_limit: int, **facts: object
 ) -> WgmmaBackwardSpec:
-    """Return the spec of the variant that a call takes, with its other fields ``facts``.
+    """Return the spec of the variant that takes a call. ``facts`` are the spec's other fields.
 
-    ``tiles`` are the caller's, or None. ``shared_limit`` is in bytes per thread block. Raise
-    ValueError for other tiles or another number of threads than the variant has, and for a spec
-    that does not fit shared memory.
+    ``tiles`` are the tiles that the caller gave, or None. ``shared_limit`` is the shared memory of
+    a thread block in bytes. Raise ValueError if the variant has other tiles or another number of
+    threads, or if the spec does not fit in shared memory.
     """
     variant = variant_of(call)
     Br, Bc = variant.tiles.Br, variant.tiles.Bc
@@ -537,7 +642,7 @@ def select_wgmma_backward_spec(
             f"head_dim={call.head_dim}, got Br={tiles.Br}, Bc={tiles.Bc}"
         )
     fields: dict[str, Any] = {**call._asdict(), **facts, "variant": variant}
-    del fields["adds_dq"]  # which the variant says
+    del fields["adds_dq"]  # the variant contains this fact
     kind = _SPECS[variant.consumer]
     spec = kind(Br=Br, Bc=Bc, tx_count=4, ty_count=GROUP_ROWS, **fields)
     check_shared(spec, shared_limit)
@@ -546,8 +651,11 @@ def select_wgmma_backward_spec(
 
 @dataclass(frozen=True)
 class WgmmaDqSpec(ValuesSpec, WgmmaSpec):
-    """The kernel on Hopper's tensor cores that makes dQ alone, without atomic adds: Q outer, as
-    the forward pass. A consumer takes 64 rows of Qi and dOi, and of S and dP all columns.
+    """The kernel on Hopper's tensor cores that computes dQ alone, without atomic adds.
+
+    The loop order is Q outer, as in the forward pass. A consumer has 64 rows of Qi and dOi, and all
+    columns of S and dP. ``stays`` is the text of the caller's function that is computed later from
+    masked scores, or None.
     """
 
     stays: Text | None = None
@@ -556,7 +664,7 @@ class WgmmaDqSpec(ValuesSpec, WgmmaSpec):
 
     @property
     def halves(self) -> int:
-        """16-bit elements of Qi and dOi, and of the slots of K and V."""
+        """Number of 16-bit elements of Qi, dOi, and of all slots of K and V."""
         (rows, keys, _), (out, values, _) = self.tile_halves, self.of_values.tile_halves
         return rows + out + self.stages * (keys + values)
 
@@ -566,12 +674,15 @@ class WgmmaDqSpec(ValuesSpec, WgmmaSpec):
 
     @property
     def masked_part(self) -> WgmmaDqSpec:
-        """What is done with S first, where it stays."""
+        """The spec with which ``scale_and_mask`` is made.
+
+        If scores are kept until dS, it is the spec that ``hidden_alone`` returns.
+        """
         return hidden_alone(self) if self.features.scores_stay else self
 
     @property
     def pipelines(self) -> DqPipelines:  # type: ignore[override]
-        """Q and dO are loaded once."""
+        """The pipelines of the kernel. Q and dO are loaded once, and need no barrier for empty."""
         stages = self.stages
         k = Pipeline(2, 2 + 2 * stages, stages)
         v = Pipeline(2 + stages, 2 + 3 * stages, stages)
@@ -579,7 +690,10 @@ class WgmmaDqSpec(ValuesSpec, WgmmaSpec):
 
     @property
     def arrivals(self) -> Arrivals:
-        """Every consumer warp empties a slot of K or V."""
+        """The barriers to initialise, and the arrivals that complete each.
+
+        One arrival fills a slot. One arrival per consumer warp empties a slot of K or V.
+        """
         (q, do, k, v), warps = self.pipelines, 4 * self.consumers
         of_columns = ((k.full, 1), (v.full, 1), (k.empty, warps), (v.empty, warps))
         return (1, ((q.full, 1), (do.full, 1))), (k.slots, of_columns)
@@ -590,19 +704,29 @@ class WgmmaDqSpec(ValuesSpec, WgmmaSpec):
 
     @property
     def accumulators(self) -> int:
-        """Registers of one thread's parts of dQ, S and dP, and of dS in 16 bits."""
+        """Number of registers of a thread for its parts of dQ, S, dP, and dS in 16 bits."""
         return self.TM * (2 * self.TN + 4 * self.DN) + self.p_registers
 
 
 def select_wgmma_dq_spec(head_dim: int, **facts: object) -> WgmmaDqSpec:
-    """The specialisation of dQ's kernel with ``wgmma_dq_tiles``, and with ``facts``."""
+    """Return the spec of the kernel that computes dQ alone, with the tiles of ``wgmma_dq_tiles``.
+
+    ``facts`` are the fields of the spec besides the sizes.
+    """
     tiles = wgmma_dq_tiles(max(head_dim, facts.get("head_dim_v", 0)))  # type: ignore[call-overload]
     return within_registers(WgmmaDqSpec, tiles, head_dim, **facts)
 
 
 def wgmma_dq_tiles(head_dim: int) -> Tiles:
-    """Block sizes of dQ's kernel on Hopper's tensor cores: as many columns as registers hold
-    beside dQ, or shared memory beside Q and dO.
+    """Return the tiles of the kernel that computes dQ alone on Hopper's tensor cores.
+
+    head_dim      Br    Bc
+    1 to 64       128   128
+    65 to 128     128    96
+    129 to 192    128    80
+    193 to 256    128    48
+
+    Bc is limited by the registers that dQ leaves, or by the shared memory that Q and dO leave.
     """
     columns = {1: 128, 2: 96, 3: 80, 4: 48}
     return Tiles(2 * GROUP_ROWS, columns[ceil_div(head_dim, PANEL)])

@@ -1,6 +1,4 @@
-"""How the warpgroups of a block share a tile of FlashAttention-1's forward pass on Hopper's tensor
-cores.
-"""
+"""Specs of FlashAttention-1's forward kernel on Hopper's tensor cores (``wgmma``)."""
 
 from __future__ import annotations
 
@@ -13,19 +11,22 @@ from fa_numba.tiling.tiles import Tiles
 from fa_numba.tiling.wgmma import Arrivals, Pipeline, WgmmaSpec, within_registers
 
 FLOAT_PANEL = 32  # columns of float32 in 128 bytes
-# By the number of consumers: registers of a thread that produces, and of one that consumes.
+# Number of consumers -> registers of a producer thread, and of a consumer thread.
 REGISTERS = {1: (32, 240), 2: (40, 232), 3: (32, 160)}
-# The same where two consumers have more than so many registers of S, or planes.
+# The same for two consumers with planes, or with more than _LARGE registers for S.
 _LARGE, _REGISTERS_OF_LARGE = 96, (24, 240)
-# Registers that a consumer needs beside its parts of P and O; beside its part of S, while it masks;
-# and beside it where it becomes planes of P.
+# Registers that a consumer thread needs in addition to: its parts of P and O; its part of S while
+# it masks; its part of S while S becomes planes of P.
 _OTHERS, _OTHERS_OF_S, _OTHERS_OF_PLANES = 32, 96, 144
-# Slots of K and V, and of Q and O: the first pair that fits in shared memory is taken.
+# (slots of K and V, slots of Q and O): the first pair that fits in shared memory is taken.
 _SLOTS = ((2, 2), (1, 2), (2, 1), (1, 1))
 
 
 class Fa1Pipelines(NamedTuple):
-    """FA-1's forward kernel's: Q, K, V, O, and when a pass has written its rows of O."""
+    """The pipelines of FA-1's forward kernel: q, k, v, o and written.
+
+    ``written`` has no data: its barriers say that a pass has written its rows of O.
+    """
 
     q: Pipeline
     k: Pipeline
@@ -36,16 +37,19 @@ class Fa1Pipelines(NamedTuple):
 
 @dataclass(frozen=True)
 class WgmmaFa1Spec(WgmmaSpec):
-    """FlashAttention-1's forward kernel on Hopper's tensor cores: a warpgroup that produces, and
-    ``consumers`` that take 64 rows of each row tile.
+    """FlashAttention-1's forward kernel on Hopper's tensor cores.
 
-    ``stages`` is how many tiles of K and of V are in shared memory, ``q_stages`` of Q, and of O in
-    float32. Every consumer has barriers of its own for its rows of Q and O.
+    There are one producer warpgroup, and ``consumers`` that have 64 rows of each row tile.
+    ``stages`` is the number of slots for K, and for V. ``q_stages`` is the number of slots for Q,
+    and for O in float32. Every consumer has barriers of its own for its rows of Q and O.
     """
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Registers of a thread that produces, and of one that consumes."""
+        """Number of registers of a producer thread and of a consumer thread, after their exchange.
+
+        Two consumers with much S, or with planes, have more registers (``_REGISTERS_OF_LARGE``).
+        """
         large = self.TM * self.TN > _LARGE or self.planes > 1
         if self.consumers == 2 and large:
             return _REGISTERS_OF_LARGE
@@ -57,17 +61,23 @@ class WgmmaFa1Spec(WgmmaSpec):
 
     @property
     def float_panels(self) -> int:
-        """Boxes of 32 columns that a float32 row of O has."""
+        """Number of boxes of 32 columns in a float32 row of O."""
         return ceil_div(self.columns, FLOAT_PANEL)
 
     @property
     def query_ends(self) -> bool:
-        """Packed alone: padding past a sequence's end does no harm, another one's rows would."""
+        """Whether rows beyond a sequence's end must not be loaded: only for packed sequences.
+
+        Rows of padding are harmless. For packed sequences, the rows belong to another sequence.
+        """
         return self.features.packed
 
     @property
     def tile_floats(self) -> int:
-        """Elements of a slot of O; none of planes, where O comes straight to registers."""
+        """Number of elements of a slot of O in float32; 0 with planes.
+
+        With planes, O is loaded from global memory to registers.
+        """
         return 0 if self.planes > 1 else self.float_panels * FLOAT_PANEL * self.Br
 
     @property
@@ -76,7 +86,7 @@ class WgmmaFa1Spec(WgmmaSpec):
 
     @property
     def pipelines(self) -> Fa1Pipelines:  # type: ignore[override]
-        """Each consumer has barriers of its own, for its rows of Q and O and its written pass."""
+        """The pipelines of the kernel. q, o and written have barriers for each consumer."""
         stages, groups = self.stages, self.consumers
         rows = self.q_stages * groups
         kv = 4 * rows + groups
@@ -90,7 +100,15 @@ class WgmmaFa1Spec(WgmmaSpec):
 
     @property
     def arrivals(self) -> Arrivals:
-        """A consumer's warps empty its Q, its first thread its O; every warp K or V."""
+        """The barriers to initialise, and the arrivals that complete each.
+
+        slot          arrivals that empty it
+        Q             one per warp of the consumer
+        O             one, of the consumer's first thread
+        K or V        one per consumer warp
+
+        One arrival fills a slot, and one says that O is written.
+        """
         q, k, v, o, written = self.pipelines
         warps = 4 * self.consumers
         return (
@@ -105,12 +123,19 @@ class WgmmaFa1Spec(WgmmaSpec):
 
     @property
     def index_words(self) -> int:
-        """Words of what comes after a row tile, one for each consumer's part of a slot of Q."""
+        """Number of words for a block mask: one for each consumer's part of a slot of Q.
+
+        The word says which row tile comes next.
+        """
         return self.q_stages * self.consumers if self.slots_name_next else 0
 
     @property
     def accumulators(self) -> int:
-        """O comes to registers when S has left them for P; in planes one tile's P V does too."""
+        """Number of registers of a thread for S, or for P and O, the larger number.
+
+        O is loaded to registers when S has become P. With planes P V of one tile takes registers
+        too.
+        """
         sums = min(self.planes, 2) * 4 * self.DN
         return max(self.TM * self.TN, self.p_registers + self.TM * sums)
 
@@ -124,10 +149,11 @@ class WgmmaFa1Spec(WgmmaSpec):
 def select_wgmma_fa1_spec(
     tiles: Tiles, head_dim: int, shared_limit: int, **facts: object
 ) -> WgmmaFa1Spec:
-    """The specialisation of FlashAttention-1's forward kernel on Hopper's tensor cores for
-    ``tiles``, with the fields ``facts`` beside the sizes; ``shared_limit`` in bytes a block.
+    """Return the spec of FA-1's forward kernel on Hopper's tensor cores for ``tiles``.
 
-    Raises ValueError as ``within_registers`` does, and for what does not fit shared memory.
+    ``facts`` are the fields besides the sizes, and ``shared_limit`` is the shared memory of a
+    thread block in bytes. Of the numbers of slots in ``_SLOTS`` the first that fit are taken. Raise
+    ValueError as ``within_registers`` does, and for tiles that do not fit in shared memory.
     """
     spec = within_registers(WgmmaFa1Spec, tiles, head_dim, **facts)
     for stages, q_stages in _SLOTS:
