@@ -64,7 +64,7 @@ GROUPS = {
 
 
 def gigabytes(plan, arrays):
-    """Return the gigabytes that a plan loads and stores of some arrays."""
+    """Return the gigabytes of loads and stores of the named arrays in a plan."""
     moved = 0
     for name in arrays:
         moved += plan.accesses.loads.get(name, 0) + plan.accesses.stores.get(name, 0)

@@ -25,7 +25,7 @@ print({name: len(set(column.tolist())) for name, column in data.items()})
 
 # %%
 def times(series, head_dim):
-    """Return {sequence length: milliseconds} of a series, float16, without a mask."""
+    """Return {sequence length: milliseconds} for a series in float16, without a mask."""
     wanted = (
         (data["series"] == series)
         & (data["metric"] == "time")

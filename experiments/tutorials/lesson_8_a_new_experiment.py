@@ -46,7 +46,7 @@ print(rows[0])
 
 # %%
 def draw(rows):
-    """Draw loads and stores over the head dimension, one panel each."""
+    """Draw loads and stores over the head dimension, each in a panel of its own."""
     figure, axes = style.new(1, 2, height=3.5)
     for ax, metric in zip(axes.flat, ("loads", "stores"), strict=True):
         found = values(rows, "series", "head_dim", metric=metric)

@@ -1,11 +1,14 @@
-"""What the stored rows say about the papers' figures and about claims on them.
+"""The comparison of our stored numbers with published figures and with claims.
 
-- rule.py: the one rule by which points become a verdict
-- evidence.py: selects rows, and makes quantities (numbers by place) from them
-- questions.py: a question as data, and its row on the page; questions.csv has the words
-- paper_figures.py, claims.py: for each question our quantity and the published one
-- artefact.py: the main claims as a form for people who check them
-- result.py: the main result in sentences, with numbers from the rows
+A question asks whether our numbers agree with a published figure or with a claim. The answer is a
+verdict. The modules are:
+
+- rule.py: the rule that turns points (pairs of our number and a published number) into a verdict
+- evidence.py: quantities, which are numbers by place, made from stored rows
+- questions.py: questions, and the tables of questions; questions.csv contains their texts
+- paper_figures.py, claims.py: for each question, our quantity and the published quantity
+- artefact.py: the table with which other people can check the main claims
+- result.py: the main result as text, with numbers from the rows
 """
 
 from experiments.lab.show.tables import Across
@@ -16,7 +19,7 @@ QUESTIONS = (*paper_figures.QUESTIONS, *claims.QUESTIONS)
 
 
 def tables() -> dict[str, Across]:
-    """Return the tables of these pages by name. They use rows of many experiments."""
+    """Return the tables of this package by name. They use rows of many experiments."""
     return {
         "artefact": artefact.TABLE,
         "rule": questions.RULE,

@@ -1,4 +1,8 @@
-"""The form for people who check the main claims: command, time, expected value, variation."""
+"""The table with which other people can check the main claims.
+
+A line of the table has a claim, a command, the time of the command, the expected numbers, and how
+far other numbers may differ.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,20 +24,20 @@ COUNTED = ("io_vs_seqlen", "io_vs_head_dim", "io_vs_sram")
 
 @dataclass(frozen=True)
 class Line:
-    """A line of the form.
+    """A line of the table: a claim, and how to check it.
 
     Parameters
     ----------
     claim : str
         The claim.
     needs : str
-        What it needs, such as a GPU.
+        What checking the claim needs, such as "GPU".
     experiments : tuple of str
-        Experiments whose rows decide it.
+        Experiments whose rows decide whether the claim is true.
     expected : callable
-        Takes the evidence and returns the numbers in words.
+        Takes the evidence and returns a text with our numbers.
     allowed : str
-        How far the numbers of another run may differ.
+        How far the numbers of another run may differ from our numbers.
     """
 
     claim: str
@@ -44,7 +48,11 @@ class Line:
 
 
 def _over_units(ratio: Callable[[str, str, str], Quantity]) -> Callable[[Evidence], Numbers]:
-    """Return a function that finds a ratio of both loop orders at all problems of all units."""
+    """Return a function that finds a ratio of both loop orders for all units together.
+
+    `ratio` takes the three series that `loop_order.series_of` returns for a unit. The found numbers
+    are by (unit, place).
+    """
 
     def find(found: Evidence) -> Numbers:
         of = {unit: ratio(*loop_order.series_of(unit)).find(found) for unit in WORDS}
@@ -58,7 +66,7 @@ def _span(find: Callable[[Evidence], Numbers], form: str = ".2f") -> Callable[[E
 
 
 def _equal(found: Evidence) -> str:
-    """Return how many counted numbers equal the closed form, as text."""
+    """Return a text about how many counted numbers equal the closed form."""
     same, number = zip(*(counts.equal(found.rows(name)) for name in COUNTED), strict=True)
     return f"{sum(same)} of {sum(number)} numbers"
 

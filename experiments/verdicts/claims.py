@@ -1,6 +1,6 @@
-"""Our quantity and what the words say, for each of the claims C1 to C30.
+"""For each of the claims C1 to C30, our quantity and what the claim says about it.
 
-The claims are listed in questions.csv. Several contradict each other.
+The texts of the claims are in questions.csv. Some claims contradict each other.
 """
 
 import math
@@ -28,16 +28,19 @@ ANY, MORE, LESS = Bounds(0, math.inf), Bounds(1, math.inf), Bounds(0, 1)
 
 def counted(series: str, note: str | tuple[str, ...], metric: Any = ("loads", "stores"),
             causal: bool = False, per: float = 1, **more: Any) -> Quantity:  # fmt: skip
-    """Return the elements of arrays that the emulator counted, divided by `per`.
+    """Return the number of elements that the emulator counted, divided by `per`.
 
-    `note` names the array or arrays, `metric` is "loads", "stores" or both.
+    `note` names the array or arrays. `metric` is "loads", "stores" or both.
     """
     return rows(measured.NAME, series=series, source="counted", metric=metric, note=note,
                 causal=causal, head_dim=D, value=lambda row: row.number / per, **more)  # fmt: skip
 
 
 def round_trips(series: str) -> Quantity:
-    """Return how often S, P and O are written completely."""
+    """Return how many times S, P and O are stored, added up over the three arrays.
+
+    An array that is stored once and completely counts as 1.
+    """
     return rows(measured.NAME, series=series, source="counted", metric="stores", causal=False,
                 head_dim=D, note=("S", "P", "O"),
                 value=lambda row: row.number / N / (N if row.note in "SP" else D))  # fmt: skip
@@ -50,7 +53,7 @@ def tiles(series: str, array: str, causal: bool = False) -> Pair:
 
 
 def layer(series: str) -> Quantity:
-    """Return the GB that DRAM moves for a layer of the model in claim C8."""
+    """Return the GB that a series moves to and from DRAM, for the attention layer of claim C8."""
     return rows(measured.NAME, series=series, source="dram", metric="traffic", dtype="float16",
                 seqlen_q=measured.LAYER.seqlen_q, value=lambda row: row.number / 1e9)  # fmt: skip
 
@@ -70,13 +73,16 @@ def dropped(series: str) -> Quantity:
 
 
 def flops(row: Row) -> float:
-    """Return the FLOPs of a row's problem."""
+    """Return the FLOPs of the problem and the pass of a row."""
     sizes = row.batch, row.heads_q, row.heads_k, row.seqlen_q, row.seqlen_k, row.head_dim
     return io_model.flops(Problem(*sizes, causal=row.causal), row.pass_)
 
 
 def intensity(experiment: str, *by: str, source: str, **fields: Any) -> Quantity:
-    """Return FLOPs per byte, by the given columns."""
+    """Return the FLOPs per byte of an experiment's calls.
+
+    `by` are the columns that make the place, and `source` says which bytes, such as "dram".
+    """
     of = partial(rows, experiment, *by, source=source, metric="traffic", **fields)
     return of(value=flops) / of()
 
@@ -87,22 +93,23 @@ BALANCE = rows("memory_hierarchy", metric="speed", series="matmul", dtype="float
 
 
 def growth(series: str, source: str) -> Quantity:
-    """Return how many times FLOPs per byte grow from one length to the next."""
+    """Return how many times the FLOPs per byte grow from one sequence length to the next."""
     at = ("head_dim", "seqlen_q")
     return intensity("io_vs_seqlen", *at, source=source, series=series, unit="bytes").steps()
 
 
 def wide_over_narrow(**how: Any) -> Quantity:
-    """Return a number of FA-2's calls at d=128 divided by the number at d=64."""
+    """Return a number of FA-2's calls at d=128 / the number at d=64. Default: the time."""
     calls = partial(rows, "speed_fp16", "pass_", "causal", "seqlen_q", series="fa2-mma",
                     metric="time", **how)  # fmt: skip
     return calls(head_dim=128) / calls(head_dim=64)
 
 
 def over_blocks(series: str, **fields: Any) -> Quantity:
-    """Return a number by block size, at N=1024: columns of FA-1's tiles, or rows of FA-2's.
+    """Return a number of the experiment `block_size` at N=1024, over one block size.
 
-    The other block size is 64. Only block sizes with a measured time are kept.
+    The columns of FA-1's tiles or the rows of FA-2's tiles vary. The other block size is 64. Only
+    block sizes with a measured time are included.
     """
     fixed, varied = ("Br", "Bc") if series.startswith("fa1") else ("Bc", "Br")
     given: dict[str, Any] = {fixed: 64, "seqlen_q": 1024}
@@ -111,12 +118,15 @@ def over_blocks(series: str, **fields: Any) -> Quantity:
 
 
 def long_cache(batch: int, heads_q: int, heads_k: int, d: int, keys: int) -> bool:
-    """Return whether a cache has at least 16384 keys and too many bytes for L2."""
+    """Return whether a cache has at least 16384 keys and more bytes than fit into L2."""
     return keys >= 16384 and 4 * batch * heads_k * keys * d >= decode.LARGE_BYTES
 
 
 def reading() -> Quantity:
-    """Return the time of one query row by our fastest call, divided by the time to read K and V."""
+    """Return the time of our fastest call with one query row / the time to read K and V once.
+
+    Only caches for which `long_cache` is true are included.
+    """
     by = ("batch", "heads_q", "heads_k", "head_dim", "seqlen_k")
     calls = partial(rows, decode.NAME, *by, series=decode.OURS, seqlen_q=1, **TIMES)
     read = rows(
@@ -127,60 +137,80 @@ def reading() -> Quantity:
 
 
 def merged(series: str, dtype: str) -> Pair:
-    """Return the error of results merged over pages, divided by the error over all keys at once."""
+    """Return a ratio of errors, and the largest ratio that the claim allows.
+
+    The ratio is the error of results that were merged over pages / the error of one call over all
+    keys.
+    """
     error = partial(rows, measured.NAME, series=series, metric="error", dtype=dtype,
                     seqlen_q=measured.PAGE)  # fmt: skip
     return error(note=f"{measured.PAGES} pages") / error(note="whole"), Bounds(0, 1.1)
 
 
 def long_context(series: str) -> Quantity:
-    """Return the MiB that a series needs for a long context."""
+    """Return the peak memory of a series in MiB, at the long sequence of claim C24."""
     return rows(measured.NAME, series=series, metric="memory", seqlen_q=measured.LONG)
 
 
 def at_1024(series: str, **fields: Any) -> Quantity:
-    """Return numbers of a series in float32 at N=1024."""
+    """Return numbers of a series in float32 at N=1024, from the experiment `claims`."""
     return rows(measured.NAME, series=series, dtype="float32", seqlen_q=1024, **fields)
 
 
 def executed(series: str) -> Quantity:
-    """Return the executed FLOPs of a series at N=1024."""
+    """Return the executed FLOPs of a series at N=1024, by hardware counters.
+
+    A multiply-add counts as two FLOPs.
+    """
     return at_1024(series, metric=tuple(measured.OPERATIONS),
                    value=lambda row: (1 + (row.metric == "ffma")) * row.number)  # fmt: skip
 
 
 def gain(fused: str, pass_: str) -> Quantity:
-    """Return the speed of a fused series divided by the speed of torch's unfused attention."""
+    """Return the speed of a fused series / the speed of torch's unfused attention."""
     return speed(fused, pass_) / speed("torch-unfused", pass_)
 
 
 def won(standard: tuple[str, ...], fused: tuple[str, ...], **case: Any) -> Pair:
-    """Return standard attention's time over fused attention's, and what the claim says."""
+    """Return the time of unfused attention / the time of fused attention, and what the claim says.
+
+    `standard` are the unfused series, and `fused` the fused series.
+    """
     by = ("dtype", "head_dim", "batch", "pass_", "seqlen_q")
     times = partial(rows, "crossover", *by, causal=False, **TIMES, **case)
     return times(series=standard) / times(series=fused), opens
 
 
 def opens(*place: Any) -> Bounds:
-    """Return the claim's bounds: no gain below N=1024, a gain from N=2048 on, any value between."""
+    """Return the bounds that claim C9 sets for a gain at a place, which ends with N.
+
+    | N | bounds |
+    |---|---|
+    | below 1024 | at most 1.15 (no gain) |
+    | 1024 to 2047 | any |
+    | from 2048 on | at least 1 |
+    """
     return Bounds(0, 1.15) if place[-1] < 1024 else MORE if place[-1] >= 2048 else ANY
 
 
 def over(standard: str) -> Pair:
-    """Return FA-2's speed over standard attention's speed at long contexts, and the claim."""
+    """Return FA-2's speed / standard attention's speed at long sequences, and the claim's range.
+
+    `standard` is the series of standard attention.
+    """
     calls = partial(rows, "speed_fp16", "pass_", *AT, metric="speed", pass_=("fwd", "fwd+bwd"),
                     seqlen_q=(4096, 8192, 16384), head_dim=(64, 128))  # fmt: skip
     return calls(series="fa2-mma") / calls(series=standard), Bounds(2, 4)
 
 
 def longest(experiment: str, *series: str, **fields: Any) -> Quantity:
-    """Return the longest sequence that was timed."""
+    """Return the length of the longest sequence that was timed with one of the series."""
     return rows(experiment, series=series, metric="time", fold=max,
                 value=lambda row: float(row.seqlen_q), **fields)  # fmt: skip
 
 
 def accesses(series: str) -> Quantity:
-    """Return the accesses of a series in closed form, by head dimension and length."""
+    """Return the accesses of a series by closed forms, by head dimension and sequence length."""
     return rows("io_vs_seqlen", "head_dim", "seqlen_q", series=series, **MODEL)
 
 

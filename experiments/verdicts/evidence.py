@@ -1,6 +1,8 @@
-"""Evidence for questions: stored rows, and quantities made of them.
+"""Evidence for questions: stored rows, and quantities that are made from rows.
 
-A quantity is a set of numbers by place. A place is a tuple of columns' values, such as (64, 512).
+A quantity is a set of numbers by place. A place is a tuple with the values of some columns, such as
+(64, 512) for the head dimension and the sequence length. A series of a quantity is the numbers
+whose places differ in the last part only.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ class MissingRows(LookupError):
 
 
 class Evidence:
-    """Stored rows of several experiments.
+    """The stored rows of several experiments, from which quantities are computed.
 
     Parameters
     ----------
@@ -36,9 +38,9 @@ class Evidence:
             self._rows.setdefault(row.experiment, []).append(row)
 
     def rows(self, experiment: str, **fields: Any) -> list[Row]:
-        """Return the rows of an experiment with the given fields; a tuple allows several values.
+        """Return the rows of an experiment with the given fields. A tuple allows several values.
 
-        Raises MissingRows if there are none.
+        Raise MissingRows if there are no such rows.
         """
         if not (found := select(self._rows.get(experiment, ()), **fields)):
             only = f" with {fields}" if fields else ""
@@ -47,17 +49,17 @@ class Evidence:
 
 
 Numbers = Mapping[Place, float]
-Curve = list[tuple[Place, float]]  # by the last part of its places
+Curve = list[tuple[Place, float]]  # a series, sorted by the last part of the places
 
 
 @dataclass(frozen=True)
 class Quantity:
-    """Numbers by place, computed from rows. Quantities can be divided and subtracted.
+    """Numbers by place, computed from stored rows. Quantities can be divided and subtracted.
 
     Parameters
     ----------
     find : callable
-        Takes the evidence and returns the numbers by place. Raises MissingRows.
+        Takes the evidence and returns {place: number}. Raises MissingRows.
     experiments : tuple of str, default ()
         Experiments whose rows are used.
     """
@@ -72,13 +74,13 @@ class Quantity:
         return self._with(other, lambda a, b: a - b)
 
     def only(self, other: Quantity) -> Quantity:
-        """Return this quantity at the places that `other` has."""
+        """Return this quantity at the places at which `other` has a number too."""
         return self._with(other, lambda a, _: a)
 
     def _with(self, other: Quantity, made: Callable[[float, float], float]) -> Quantity:
-        """Combine two quantities place by place, where both have a number.
+        """Return the quantity that `made` computes from two numbers at each common place.
 
-        A number of `other` without a place is used at every place.
+        If `other` has one number only, with the empty place (), this number is used at every place.
         """
 
         def find(data: Evidence) -> Numbers:
@@ -91,15 +93,14 @@ class Quantity:
     def where(self, holds: Callable[..., bool]) -> Quantity:
         """Return this quantity at the places for which `holds` is true.
 
-        It takes the place's parts.
+        `holds` takes the parts of a place as arguments.
         """
         return self._along(lambda curve: {p: v for p, v in curve if holds(*p)})
 
     def over(self, at: int) -> Quantity:
-        """Return each series divided by its first number (`at` is 0) or its last (-1).
+        """Return each series divided by its first number (`at` is 0) or by its last number (-1).
 
-        The number that divides is left out.
-        A series is the numbers whose places differ in the last part only.
+        The divisor itself is left out.
         """
         return self._along(lambda c: {p: v / c[at][1] for p, v in c if p != c[at][0]})
 
@@ -108,7 +109,11 @@ class Quantity:
         return self._along(lambda curve: {b[0]: b[1] / a[1] for a, b in pairwise(curve)})
 
     def power(self) -> Quantity:
-        """Return the power of the places' last part with which a series grows from end to end."""
+        """Return the exponent with which each series grows from its first to its last number.
+
+        The number is proportional to x to the power of the exponent, where x is the last part of
+        the place.
+        """
 
         def made(curve: Curve) -> Numbers:
             (start, first), (end, last) = curve[0], curve[-1]
@@ -117,13 +122,14 @@ class Quantity:
         return self._along(made)
 
     def most(self) -> Quantity:
-        """Return the greatest number of each series."""
+        """Return the largest number of each series. The place has no last part then."""
         return self._along(lambda curve: {curve[0][0][:-1]: max(value for _, value in curve)})
 
     def _along(self, made: Callable[[Curve], Numbers]) -> Quantity:
         """Return the quantity that `made` computes from each series.
 
-        A series is sorted by the last part of its places.
+        `made` takes a series as a list of (place, number), sorted by place, and returns {place:
+        number}.
         """
 
         def find(data: Evidence) -> Numbers:
@@ -141,23 +147,23 @@ By = str | Callable[[Any], Any]
 def rows(experiment: str, *by: By, value: Callable[[Row], float] = attrgetter("number"),
          fold: Callable[[Sequence[float]], float] = sum, none: float | None = None,
          **fields: Any) -> Quantity:  # fmt: skip
-    """Return the quantity that stored rows give.
+    """Return the quantity that stored rows of an experiment give.
 
     Parameters
     ----------
     experiment : str
         Name of the experiment.
     *by : str or callable
-        Columns, or functions of a row, that make the place.
+        The parts of the place: columns, or functions of a row.
     value : callable, optional
-        Takes a row and returns its number. Default: the row's value.
+        Takes a row and returns the number. Default: the row's value.
     fold : callable, default sum
-        Combines the numbers of one place.
+        Combines the numbers of rows with equal places.
     none : float, optional
         The number if no row has these fields, but other rows of the series exist. Default:
         MissingRows is raised.
     **fields
-        Fields of the rows; a tuple allows several values.
+        Fields of the rows. A tuple allows several values.
 
     Returns
     -------
@@ -191,14 +197,15 @@ def paper(*by: By, **wanted: Any) -> Quantity:
     Parameters
     ----------
     *by : str or callable
-        Columns of the data store that make the place, such as "seqlen_q".
+        The parts of the place: columns of our rows, such as "seqlen_q", or functions of a line of
+        published.csv.
     **wanted
-        Columns of figures/data/published.csv and their text; a tuple allows several.
+        Columns of figures/data/published.csv and their texts. A tuple allows several texts.
 
     Returns
     -------
     Quantity
-        Published numbers. Numbers of the same place are added.
+        Published numbers. Numbers of equal places are added.
     """
 
     def cell(line: Mapping[str, str], part: By) -> Any:
@@ -209,7 +216,7 @@ def paper(*by: By, **wanted: Any) -> Quantity:
 
     def find(_: Evidence) -> Numbers:
         lines, found = published_numbers.lookup(), dict[Place, float]()
-        for name, want in wanted.items():  # one column after another, as in `select`
+        for name, want in wanted.items():
             allowed = want if isinstance(want, tuple) else (want,)
             lines = [line for line in lines if line[name] in allowed]
         for line in lines:

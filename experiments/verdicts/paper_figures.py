@@ -1,4 +1,4 @@
-"""Our quantity and the published one, for each published figure or table."""
+"""For each published figure or table, our quantity and the published quantity."""
 
 import re
 from functools import partial
@@ -18,7 +18,7 @@ DRAM: dict[str, Any] = {"series": "read-global", "place": "4096 MiB"}
 
 
 def memory(metric: str, **of: Any) -> Quantity:
-    """Return numbers of the experiment `memory_hierarchy`."""
+    """Return numbers of a metric from the experiment `memory_hierarchy`."""
     return rows("memory_hierarchy", metric=metric, **of)
 
 
@@ -32,31 +32,43 @@ memory_there = partial(of_fa1, item="Fig. 1 left")
 
 
 def layer(series: str, **fields: Any) -> Quantity:
-    """Return numbers of the experiment `gpt2_table` at N=1024 without a mask."""
+    """Return numbers from the experiment `gpt2_table`, for fp16 at N=1024 without a mask."""
     return rows("gpt2_table", series=series, dtype="float16", causal=False, seqlen_q=1024,
                 place="", **fields)  # fmt: skip
 
 
 def step(series: str, *names: str) -> Quantity:
-    """Return the time of the named steps of standard attention."""
+    """Return the time of the named steps of standard attention, added up.
+
+    The series may also be a fused kernel, whose only step is "fused".
+    """
     return rows("gpt2_table", metric="time", dtype="float16", causal=True, series=series,
                 place=names)  # fmt: skip
 
 
 def training(series: str, name: str, metric: str, *by: str, **fields: Any) -> Quantity:
-    """Return numbers of a training step from the experiment `runtime_memory`."""
+    """Return numbers of one series from the experiment `runtime_memory`, by sequence length.
+
+    `name` is a setting, one of runtime_memory.SETTINGS. `by` are further columns of the place.
+    """
     return rows("runtime_memory", *by, "seqlen_q", series=series, place=name, metric=metric,
                 source="measured", value=runtime_memory.shown, **fields)  # fmt: skip
 
 
 def of_tables(name: str, method: str, metric: str, *by: str) -> Quantity:
-    """Return numbers of the FA-1 paper's tables on training steps."""
+    """Return the numbers of the FA-1 paper's Tables 9 to 21, by sequence length.
+
+    The arguments are as for `training`. `method` is one of runtime_memory.METHODS.
+    """
     metric = runtime_memory.PAPER_METRICS[metric]
     return of_fa1(*by, "seqlen_q", method=method, metric=metric, **runtime_memory.SETTINGS[name][0])
 
 
 def slower(name: str) -> Pairs:
-    """Return torch's unfused time divided by FA-1's, and the published ratio."""
+    """Return the time of torch's unfused attention / the time of FA-1, and the published ratio.
+
+    `name` is a setting, one of runtime_memory.SETTINGS.
+    """
     how = name, "time", "pass_"
     theirs = [of_tables(name, method, "time", "pass_") for method in runtime_memory.METHODS]
     ours = training("torch-unfused", *how) / training("fa1-mma", *how)
@@ -70,19 +82,22 @@ def over_bc(series: str, dtype: str, **fields: Any) -> Quantity:
 
 
 def share(of: Any) -> int:
-    """Return the percent of blocks that are not zero, from a row or from a line of the paper."""
+    """Return how many percent of the blocks are computed.
+
+    `of` is a row of ours or a line of published.csv. Without a block mask, the result is 100.
+    """
     found = re.search(r"\d+", of.place if isinstance(of, Row) else of["metric"])
     return int(found[0]) if found else 100
 
 
 def over_memory(series: str, pass_: str = "fwd") -> Quantity:
-    """Return accesses in closed form by on-chip memory, from the experiment `io_vs_sram`."""
+    """Return the accesses of a series by on-chip memory M, from closed forms of `io_vs_sram`."""
     return rows("io_vs_sram", io_vs_sram.memory, series=series, source="model", unit="elements",
                 seqlen_q=io_vs_sram.SEQLEN, causal=False, pass_=pass_,
                 head_dim=io_vs_sram.HEAD_DIM)  # fmt: skip
 
 
-LINE_1 = "fa1-simt-rule"  # K/V outer with the tiles of Algorithm 1's line 1
+LINE_1 = "fa1-simt-rule"  # FA-1 with the tiles that line 1 of FlashAttention's Algorithm 1 computes
 MODEL: dict[str, Any] = {"source": "model", "unit": "elements", "causal": False}
 EXPONENTS: Pairs = {
     "N": (rows("io_vs_seqlen", "seqlen_q", series="fa1-simt", head_dim=64,
@@ -94,9 +109,10 @@ EXPONENTS: Pairs = {
 
 
 def blocks_over_flash(pass_: str) -> Pairs:
-    """Return the accesses of square blocks divided by FA-1's, and the bounds of the theorems.
+    """Return the accesses of square blocks / the accesses of FA-1, and the theorems' bounds.
 
-    Square blocks have fewer accesses for M below d^2; FA-1 has fewer above.
+    For M below d^2, square blocks need at most as many accesses as FA-1. For larger M, FA-1 needs
+    at most as many accesses as square blocks.
     """
     return {
         "square blocks / FA-1 at each M": (
@@ -176,7 +192,7 @@ AT = ("head_dim", "causal", "seqlen_q")
 
 
 def speed(series: str | tuple[str, ...], pass_: str) -> Quantity:
-    """Return TFLOP/s in 16 bits by head dimension, mask and length.
+    """Return the speed in fp16, in TFLOP/s, by head dimension, mask and length.
 
     If there are several series, the fastest series counts.
     """
@@ -184,7 +200,15 @@ def speed(series: str | tuple[str, ...], pass_: str) -> Quantity:
 
 
 def lead(ours: str, of: str, item: str, method: str, pass_: str, peers: Any) -> Pairs:
-    """Return our speed and the paper's, both divided by the speeds of peers."""
+    """Return our speed and the paper's speed, each divided by the speeds of other kernels.
+
+    | argument | meaning |
+    |---|---|
+    | ours | our series |
+    | of, item | the paper and its figure |
+    | method | the paper's method with which `ours` is compared |
+    | peers | name of another method in the paper -> our series for this method |
+    """
     bars = partial(paper, *AT, paper=of, item=item)
     label = "wgmma" if ours == "fa2-wgmma" else "FA-2"
     return {
@@ -218,7 +242,10 @@ for item, pass_, words in (("5", "fwd", (1.5, 2.0)), ("6", "bwd", (1.5, 1.75))):
 
 
 def rmse(over: str, under: str) -> Pair:
-    """Return the ratio of two series' errors with outliers, and the FA-3 paper's ratio."""
+    """Return the RMSE of one series / the RMSE of another series, and the FA-3 paper's ratio.
+
+    The inputs have outliers.
+    """
     ours = partial(rows, "numerics", metric="rmse", dtype="float16", source="measured",
                    causal=False, place="outliers", seqlen_q=max(numerics.SEQLENS))  # fmt: skip
     theirs = partial(paper, paper="fa3", item="Table 3")
@@ -227,7 +254,10 @@ def rmse(over: str, under: str) -> Pair:
 
 
 def decoding(experiment: str, series: str, method: str) -> Pair:
-    """Return one query row's time by length, over the time at the shortest: ours and published."""
+    """Return two quantities for one query row: our times and the published times.
+
+    Each time is divided by the time at the shortest length.
+    """
     ours = rows(experiment, "seqlen_k", series=series, heads_q=16, heads_k=2, head_dim=128,
                 seqlen_q=1, dtype="float16", **TIMES)  # fmt: skip
     theirs = paper("seqlen_k", paper="flash-decoding", item="micro-benchmark", method=method)
@@ -235,14 +265,14 @@ def decoding(experiment: str, series: str, method: str) -> Pair:
 
 
 def softmax(name: str) -> Quantity:
-    """Return the accesses per element of a softmax, as counted."""
+    """Return the counted accesses per element of a softmax: "naive", "safe" or "online"."""
     return rows("online_softmax", "seqlen_q", series=f"softmax-{name}", source="counted",
                 metric=("loads", "stores"),
                 value=lambda row: row.number / (row.batch * row.seqlen_q))  # fmt: skip
 
 
 def softmax_over_online(series: str) -> Quantity:
-    """Return the time of a softmax divided by the time of the online softmax."""
+    """Return the time of a softmax / the time of the online softmax."""
     times = partial(rows, "online_softmax", "batch", "seqlen_q", **TIMES)
     return times(series=series) / times(series="softmax-online")
 

@@ -1,4 +1,8 @@
-"""Questions as data: questions.csv has words, kind and trend; Python code has the quantities."""
+"""Questions: is a published figure or a claim reproduced by our numbers?
+
+questions.csv contains the texts, the kind and the trend of each question. Python code gives the
+quantities of each question.
+"""
 
 import csv
 import re
@@ -13,7 +17,8 @@ from . import rule
 from .evidence import Evidence, MissingRows, Quantity
 from .rule import NOT_MEASURED, REFUTED, TREND, Point, Published
 
-# Ours, and the published quantity; or what a claim says: the same of every place, or by its parts.
+# (our quantity, what is published). The second entry is a quantity, a number or bounds for all
+# places, or a function that takes the parts of a place and returns a number or bounds.
 Pair = tuple[Quantity, Quantity | Published | Callable[..., Published]]
 Pairs = Mapping[str, Pair]
 WORDS = Path(__file__).with_name("questions.csv")
@@ -21,16 +26,16 @@ WORDS = Path(__file__).with_name("questions.csv")
 
 @dataclass(frozen=True)
 class Finding:
-    """What the rows say about a question.
+    """The answer of the stored rows to a question.
 
     Parameters
     ----------
     number : str
-        Our numbers and the published ones, in words.
+        A text with our numbers and the published numbers.
     verdict : str
         The verdict.
     reason : str, default ""
-        Why.
+        The reason of the verdict.
     """
 
     number: str
@@ -40,28 +45,28 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """A published figure, or a claim.
+    """A question: a published figure or a claim, and the quantities that answer it.
 
     Parameters
     ----------
     key : str
         Name of the question in the code.
     name, words, source : str
-        The figure or claim, what it says, and where it says so or how a number was read.
+        The figure or claim; what it says; and where it says this, or how a number was read.
     there, here : str
-        The setting there, and ours.
+        The setting of the publication, and our setting.
     kind, trend : str
         As for `rule.judge`.
     form : str
         Format of the numbers.
     before : str
-        The verdict before there was one rule.
+        The verdict before the rule in rule.py was introduced.
     why_trend, why_refuted : str
-        Reasons for the page, for either verdict.
+        Reason that the page gives if the verdict is "trend only", or if it is "refuted".
     pairs : mapping
-        Our quantity and what is said, by label.
+        Label -> (our quantity, what the publication says).
     beside : mapping
-        Further pairs that count for the order only.
+        Further pairs, which are used only to compare the order of numbers.
     """
 
     key: str
@@ -81,12 +86,12 @@ class Question:
 
     @property
     def experiments(self) -> tuple[str, ...]:
-        """Return the experiments whose rows decide the question."""
+        """Return the experiments whose rows answer the question."""
         every = [ours for ours, _ in (*self.pairs.values(), *self.beside.values())]
         return tuple(dict.fromkeys(name for each in every for name in each.experiments))
 
     def finding(self, evidence: Evidence) -> Finding:
-        """Return what the rows say; "not measured" if rows are missing."""
+        """Return the answer of the evidence. The verdict is "not measured" if rows are missing."""
         try:
             points, beside = points_of(self.pairs, evidence), points_of(self.beside, evidence)
         except MissingRows as missing:
@@ -119,9 +124,9 @@ class Question:
 
 
 def points_of(pairs: Pairs, evidence: Evidence) -> list[Point]:
-    """Return the points of pairs: our number and the published one at each common place.
+    """Return the points of pairs: our number and the published number at each common place.
 
-    Raises MissingRows if a pair has no place in common.
+    Raise MissingRows if a pair has no common place.
     """
     points = []
     for label, (quantity, said) in pairs.items():
@@ -141,7 +146,10 @@ def points_of(pairs: Pairs, evidence: Evidence) -> list[Point]:
 
 
 def declared(pairs: Mapping[str, Pairs], beside: Mapping[str, Pairs]) -> tuple[Question, ...]:
-    """Return the questions of questions.csv whose pairs are given, in the file's order."""
+    """Return the questions of questions.csv whose keys are in `pairs`, in the order of the file.
+
+    `pairs` and `beside` map a key to the pairs of the question.
+    """
     with open(WORDS, newline="", encoding="utf-8") as file:
         lines = [line for line in csv.DictReader(file) if line["key"] in pairs]
     return tuple(
@@ -151,7 +159,7 @@ def declared(pairs: Mapping[str, Pairs], beside: Mapping[str, Pairs]) -> tuple[Q
 
 
 def table(questions: Sequence[Question], first: str) -> Across:
-    """Return the table of questions: one row each. `first` is the header of the first column."""
+    """Return a table with one row for each question. `first` is the header of the first column."""
     header = [first, "what it says", "source", "setting there", "setting here", "kind, trend"]
     header += ["our numbers", "verdict"]
 
@@ -176,7 +184,7 @@ LINK = re.compile(r"\[([^]]+)\]\(([^)]+)\)")
 
 
 def links(questions: Sequence[Question]) -> Across:
-    """Return the link definitions for the words in brackets."""
+    """Return the link definitions in Markdown for the names in brackets in the tables."""
     said = dict(pair for q in questions for pair in LINK.findall(f"{q.name} {q.source}"))
     said |= {name: f"figures/tables/{name}.md" for name in registry.names()}
     body = "".join(f"[{words}]: {target}\n" for words, target in said.items())
@@ -184,7 +192,7 @@ def links(questions: Sequence[Question]) -> Across:
 
 
 def changed(questions: Sequence[Question]) -> Across:
-    """Return the table of verdicts that differ from the verdicts before there was one rule."""
+    """Return the table of the verdicts that changed when the rule in rule.py was introduced."""
     header = ["figure or claim", "what it says", "verdict before", "verdict now", "our numbers"]
 
     def make(evidence: Evidence) -> Table:
@@ -207,7 +215,7 @@ def changed(questions: Sequence[Question]) -> Across:
 
 
 def _across(questions: Sequence[Question], make: Callable[[Evidence], Table]) -> Across:
-    """Return the table that `make` makes of the evidence of all experiments of the questions."""
+    """Return a table that `make` makes from the evidence of all experiments of the questions."""
     names = tuple(dict.fromkeys(name for q in questions for name in q.experiments))
     return Across(lambda rows: make(Evidence(rows)) if rows else None, names, cites=False)
 

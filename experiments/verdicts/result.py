@@ -1,4 +1,4 @@
-"""The main result, and what a figure shows, in sentences with numbers from the rows."""
+"""The main result, and the result of `io_vs_seqlen`, as text with numbers from the rows."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,44 +23,48 @@ def in_setting(batch: int, heads: int, d: int, causal: bool, N: int) -> bool:
 
 
 def equal_tiles(series: str, source: str) -> Quantity:
-    """Return time or bytes of a series with equal tiles, from the experiment `loop_order`."""
+    """Return the time or the bytes of a series from `loop_order`, whose series have equal tiles.
+
+    With the source "measured" the numbers are times, else bytes. Only problems of FA-2's benchmark
+    are included.
+    """
     metric = "time" if source == "measured" else "traffic"
     found = rows("loop_order", *AT, series=series, source=source, metric=metric)
     return found.where(in_setting)
 
 
 def own_tiles(series: str) -> Quantity:
-    """Return the time of a series with its own tiles, from the speed experiments."""
+    """Return the forward time of a series with its own tiles, from the speed experiments."""
     experiment = "speed" if "simt" in series else "speed_fp16"
     return rows(experiment, *AT, series=series, metric="time", pass_="fwd", head_dim=(64, 128))
 
 
-# Of the series of a unit, `loop_order.series_of`: FA-1, with query splits, and FA-2 at its tiles.
-
-
 def moved(source: str) -> Callable[..., Quantity]:
-    """Return a function that returns K/V outer's bytes over Q outer's, for a unit's series."""
+    """Return a function that takes the three series of a unit and returns a ratio of bytes.
+
+    The series are the result of `loop_order.series_of`. The ratio is the bytes of FA-1 with query
+    splits / the bytes of FA-2, at equal tiles. `source` says which bytes, such as "dram".
+    """
     return lambda _, split, two: equal_tiles(split, source) / equal_tiles(two, source)
 
 
 def took(at: int) -> Callable[..., Quantity]:
-    """Return a function that gives the ratio of times with equal tiles.
+    """Return a function that takes the three series of a unit and returns a ratio of times.
 
-    `at` is 0 for FA-1 on the paper's grid, 1 for FA-1 with query splits.
+    The series are the result of `loop_order.series_of`. The ratio is the time of FA-1 / the time of
+    FA-2, at equal tiles. FA-1 is on the paper's grid if `at` is 0, and has query splits if `at` is
+    1.
     """
     return lambda *of: equal_tiles(of[at], "measured") / equal_tiles(of[2], "measured")
 
 
 def took_own(at: int) -> Callable[..., Quantity]:
-    """Return a function that gives the ratio of times with each order's own tiles.
-
-    `at` as for `took`.
-    """
+    """Return a function like `took`, for calls in which each loop order has its own tiles."""
     return lambda *of: own_tiles(of[at]) / own_tiles(of[2].removesuffix("-fa1-tiles"))
 
 
 def sentences(found: Evidence) -> str:
-    """Return the main result as text."""
+    """Return the main result as text in Markdown."""
 
     def line(name: str, ratio: Callable[..., Quantity], form: str = ".2f") -> list[str]:
         units = (ratio(*loop_order.series_of(unit)).find(found).values() for unit in WORDS)
@@ -111,7 +115,7 @@ def sentences(found: Evidence) -> str:
 
 
 def traffic(found: Evidence) -> str:
-    """Return what the figure of `io_vs_seqlen` shows, as text."""
+    """Return the result of the experiment `io_vs_seqlen` as text in Markdown."""
 
     def of(series: str, source: str, **fields: Any) -> Quantity:
         return rows("io_vs_seqlen", "head_dim", "seqlen_q", series=series, source=source,
@@ -145,7 +149,10 @@ def traffic(found: Evidence) -> str:
 
 
 def _text(say: Callable[[Evidence], str], *experiments: str) -> Across:
-    """Return a table whose caption and lines `say` writes; no table if rows are missing."""
+    """Return the text that `say` writes as a table for a page; no table if rows are missing.
+
+    The text before the first empty line is the caption.
+    """
 
     def make(found: Sequence[Row]) -> Table | None:
         try:

@@ -1,4 +1,4 @@
-"""The one rule by which numbers become a verdict. `TEXT` is the rule in words for the page."""
+"""The rule by which numbers become a verdict. `TEXT` is the rule in words for the page."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -8,10 +8,10 @@ from typing import Any
 
 REPRODUCED, TREND, REFUTED = "reproduced", "trend only", "refuted"
 NOT_MEASURED = "not measured"
-# How many times as much or as little as published the same quantity may be, by its kind.
+# Kind of a number -> the largest ratio of our number to the published number, in either direction.
 FACTORS = {"count": 1.02, "ratio": 1.15, "curve": 1.15, "speed": 1.15}
-MOST = 0.9  # of all points, how many have to agree for a trend
-LEVEL = FACTORS["count"]  # neighbours of a curve that differ by less are level
+MOST = 0.9  # the share of points that must agree for "trend only"
+LEVEL = FACTORS["count"]  # if neighbouring points differ by less than this factor, a curve is level
 TRENDS = ("order", "shape", "words")
 
 TEXT = """\
@@ -55,7 +55,7 @@ all points."""
 
 @dataclass(frozen=True)
 class Bounds:
-    """What words allow: the numbers from `low` to `high`, both included."""
+    """A range of numbers that a publication allows, from `low` to `high`, both included."""
 
     low: float
     high: float
@@ -72,7 +72,10 @@ Place = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Point:
-    """Our number and the published one, of one series at one place."""
+    """Our number and the published number of one quantity at one place.
+
+    `label` names the quantity.
+    """
 
     label: str
     place: Place
@@ -81,7 +84,7 @@ class Point:
 
     @property
     def times(self) -> float | None:
-        """Return our number over the published number.
+        """Return our number / the published number.
 
         Return None if the published number is 0, or if bounds are published.
         """
@@ -90,7 +93,11 @@ class Point:
         return self.ours / self.published
 
     def within(self, factor: float) -> bool:
-        """Return whether our number is within a factor, or the bounds, of the published number."""
+        """Return whether our number is close enough to the published number.
+
+        It is close enough if the ratio of the two numbers is at most `factor`, in either direction.
+        If bounds are published, our number must be within the bounds.
+        """
         if isinstance(self.published, Bounds):
             return self.published.low <= self.ours <= self.published.high
         if self.times is None:
@@ -107,9 +114,9 @@ class Judgement:
     verdict : str
         "reproduced", "trend only" or "refuted".
     within : sequence of bool
-        For each point whether it is within the factor.
+        For each point, whether our number is close enough to the published number.
     agreeing : sequence of bool
-        For each part of the trend whether it agrees.
+        For each part of the trend, whether our numbers agree with the published numbers.
     """
 
     verdict: str
@@ -125,21 +132,21 @@ def judge(
     Parameters
     ----------
     kind : str
-        A key of FACTORS: how far a number may be from the published one.
+        A key of FACTORS. It decides how far a number may be from the published number.
     trend : str
-        One of TRENDS, used if not all points are within the factor. "order": which of a place's
-        numbers is larger. "shape": whether a series goes up, down or stays level from one place to
-        the next. "words": whether the statement in words is true for a point.
+        One of TRENDS. The trend decides the verdict if not all points are within the factor.
+        "order": which of the numbers at a place is larger. "shape": whether a series rises, falls
+        or stays level from one place to the next. "words": whether a statement in words is true.
     points : sequence of Point
         The points.
     beside : sequence of Point, default ()
-        Further points that count for the order only.
+        Further points, which are used for the trend "order" only.
 
     Returns
     -------
     Judgement
-        "reproduced" if all points are within the factor; "trend only" if nine of ten parts of the
-        trend agree; else "refuted".
+        "reproduced" if all points are within the factor; "trend only" if at least nine of ten parts
+        of the trend agree; else "refuted".
 
     Examples
     --------
@@ -158,9 +165,10 @@ def judge(
 
 
 def _in_order(points: Iterable[Point], one: bool) -> list[bool]:
-    """Return for each place with all series whether its numbers are ordered as published.
+    """Return for each place whether our numbers have the order of the published numbers.
 
-    With `one`, the number 1 belongs to every place.
+    Places that lack a number of a series are left out. If `one` is true, the number 1 belongs to
+    every place, so that ratios must be on the published side of 1.
     """
     places: dict[Place, list[tuple[float, Published]]] = {}
     for point in points:
@@ -176,18 +184,24 @@ def _in_order(points: Iterable[Point], one: bool) -> list[bool]:
 
 
 def _sign(a: float, b: float) -> int:
-    """Return 1, 0 or -1 for a above, equal to or below b."""
+    """Return 1 if a is larger than b, 0 if both are equal, and -1 if a is smaller."""
     return (a > b) - (a < b)
 
 
 def _order(a: Published, b: Published) -> int:
-    """Return 1 if a is the larger, -1 if b is, 0 if the published numbers do not say it."""
+    """Return 1 if a is larger than b, and -1 if b is larger.
+
+    Return 0 if the published numbers are equal or do not decide it, such as overlapping bounds.
+    """
     a, b = (x if isinstance(x, Bounds) else Bounds(x, x) for x in (a, b))
     return (a.low >= b.high) - (a.high <= b.low)
 
 
 def _in_shape(points: Iterable[Point]) -> list[bool]:
-    """Return, for each step of a series, whether both numbers go up, go down or stay level."""
+    """Return, for each step of a series, whether our number changes as the published number does.
+
+    Both must rise, both must fall, or both must stay level.
+    """
     curves: dict[Place, list[Point]] = {}
     for point in points:
         curves.setdefault((point.label, *point.place[:-1]), []).append(point)
@@ -206,7 +220,7 @@ def _in_shape(points: Iterable[Point]) -> list[bool]:
 
 
 def tally(verdicts: Iterable[str]) -> str:
-    """Return the number of questions with each verdict, as a sentence."""
+    """Return a sentence with the number of questions for each verdict."""
     found = list(verdicts)
     known = (REPRODUCED, TREND, REFUTED, NOT_MEASURED)
     shown = [f'{found.count(name)} are "{name}"' for name in known if name in found]
