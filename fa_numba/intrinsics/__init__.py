@@ -1,5 +1,6 @@
-"""Inline PTX and LLVM behind one-instruction functions, each with its emulation beside it.
+"""Device functions of one PTX instruction each, with a Python emulation of the instruction.
 
-A kernel calls these like any device function. On the GPU each becomes one instruction; on the
-emulator the function attached as ``emulation`` runs instead and defines the semantics.
+A kernel calls an intrinsic like any device function. On a GPU, the call becomes one instruction
+(inline PTX or LLVM). On the emulator, the function in the attribute ``emulation`` runs instead, and
+defines the meaning.
 """

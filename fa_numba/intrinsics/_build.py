@@ -1,4 +1,8 @@
-"""What every intrinsic needs: addresses from Numba arrays, and the link to its emulation."""
+"""Helpers of all intrinsics: addresses of array elements, inline PTX, links to emulations.
+
+The functions generate LLVM IR when Numba compiles a kernel. `context` and `builder` are those of
+Numba's code generation. `ty` and names that end in `_ty` are Numba types.
+"""
 
 from llvmlite import ir
 from numba.core import cgutils, types
@@ -14,11 +18,15 @@ FLOAT4_TUPLE = types.containers.UniTuple(types.float32, 4)
 WORDS = types.containers.UniTuple(types.uint32, 4)
 SHARED = 3
 GLOBAL = 1
-_LETTERS = {"i32": "r", "float": "f", "i64": "l"}  # of registers, in constraints; pointers' is l
+# Letters for operands in LLVM's constraints, by LLVM type. Pointers have the letter "l".
+_LETTERS = {"i32": "r", "float": "f", "i64": "l"}
 
 
 def emulated_by(emulation):
-    """Attach the Python function that the emulator calls in place of the intrinsic."""
+    """Return a decorator that makes `emulation` the emulation of an intrinsic.
+
+    The emulator calls `emulation` instead of the intrinsic, with the same arguments.
+    """
 
     def attach(intrinsic):
         intrinsic.emulation = emulation
@@ -28,26 +36,33 @@ def emulated_by(emulation):
 
 
 def is_float32_array(ty, ndim):
+    """Return whether a Numba type is an array of float32 with `ndim` axes."""
     return _is_array(ty, ndim, types.float32)
 
 
 def is_half_array(ty, ndim):
-    """Whether an array of 16-bit floats: their bits, as uint16, whatever their format."""
+    """Return whether a Numba type is an array of uint16 with `ndim` axes.
+
+    Such an array contains the bits of 16-bit floats, float16 or bfloat16.
+    """
     return _is_array(ty, ndim, types.uint16)
 
 
 def _is_array(ty, ndim, element):
+    """Return whether a Numba type is an array of `element` with `ndim` axes."""
     return isinstance(ty, types.Array) and ty.ndim == ndim and ty.dtype == element
 
 
 def to_i32(context, builder, value, ty):
+    """Return an integer value of the Numba type `ty` as an int32."""
     return context.cast(builder, value, ty, types.int32)
 
 
 def shared_pointer(context, builder, array_ty, array, index, index_ty):
-    """Pointer (address space 3) to element ``index`` of a 1-D shared array.
+    """Return an LLVM pointer to element `index` of a 1-D shared array (address space 3).
 
-    The constant part of a 64-bit index becomes the instruction's offset; a 32-bit sum may wrap.
+    If the index has 64 bits, the compiler can put a constant part of it into the instruction's
+    offset. If it has 32 bits, the compiler cannot, because a 32-bit sum may wrap around.
     """
     data = context.make_array(array_ty)(context, builder, array).data
     base = builder.addrspacecast(data, data.type.pointee.as_pointer(SHARED))
@@ -56,7 +71,7 @@ def shared_pointer(context, builder, array_ty, array, index, index_ty):
 
 
 def shared_address(context, builder, array_ty, array, index, index_ty):
-    """The address of element ``index`` of a 1-D shared array: 32 bits, whose sums may wrap."""
+    """Return the 32-bit address of element `index` of a 1-D shared array."""
     data = context.make_array(array_ty)(context, builder, array).data
     base = builder.ptrtoint(builder.addrspacecast(data, data.type.pointee.as_pointer(SHARED)), I32)
     place = to_i32(context, builder, index, index_ty)
@@ -64,10 +79,10 @@ def shared_address(context, builder, array_ty, array, index, index_ty):
 
 
 def global_pointer(context, builder, array_ty, array, *places, contiguous=False):
-    """Pointer (address space 1) to an element of an array with any strides.
+    """Return an LLVM pointer to an element of an array with any strides (address space 1).
 
-    ``places`` are an index and its type for every axis; with ``contiguous`` the last axis has no
-    gaps, which saves its multiplication.
+    `places` contains an index and its Numba type for each axis. If `contiguous`, the last axis is
+    contiguous, which saves the multiplication by its stride.
     """
     view = context.make_array(array_ty)(context, builder, array)
     strides = cgutils.unpack_tuple(builder, view.strides)
@@ -85,44 +100,79 @@ def global_pointer(context, builder, array_ty, array, *places, contiguous=False)
 
 
 def ptx(
-    builder, text, args=(), gives=None, *, out="=", tied=0, memory=True, stays=True, meets=False
+    builder,
+    text,
+    args=(),
+    results=None,
+    *,
+    out="=",
+    tied=0,
+    memory=True,
+    side_effect=True,
+    convergent=False,
 ):
-    """Inline PTX, whose operands $0, $1, ... are what it gives and then ``args``.
+    """Insert inline PTX; return its results.
 
-    ``gives`` is None, a type of LLVM's or a list of them, for a list of values; ``out`` is how they
-    are written, "=&" where that is before ``args`` are read. The last ``tied`` of ``args`` are in
-    the registers of as many results. Nothing that touches ``memory`` moves past it; it is made as
-    often as it stands there if it ``stays``, and ``meets`` says that threads come to it together.
+    The operands $0, $1, ... of the text are the results, and then `args`.
+
+    Parameters
+    ----------
+    builder : IRBuilder
+        LLVM builder.
+    text : str
+        The PTX.
+    args : sequence of LLVM values
+        Operands that the PTX reads.
+    results : None, LLVM type or list of LLVM types
+        Types of the results. For a list, the returned value is a list, too.
+    out : {"=", "=&"}
+        "=&" if the PTX writes a result before it has read all of `args`.
+    tied : int
+        Number of last `args` that are in the registers of the results.
+    memory : bool
+        Whether no access to memory may move past the PTX.
+    side_effect : bool
+        Whether the compiler must neither remove nor move the PTX, nor execute it less often.
+    convergent : bool
+        Whether threads execute the PTX together, so that it may not move into a branch.
     """
-    several = isinstance(gives, list)
-    types_given = gives if several else [gives] * (gives is not None)
-    result = ir.LiteralStructType(gives) if several else gives or ir.VoidType()
+    several = isinstance(results, list)
+    types_given = results if several else [results] * (results is not None)
+    result = ir.LiteralStructType(results) if several else results or ir.VoidType()
     letters = [_LETTERS.get(str(x.type), "l") for x in args[: len(args) - tied]]
     constraints = [out + _LETTERS[str(ty)] for ty in types_given] + letters
     constraints += [*map(str, range(tied)), *["~{memory}"] * memory]
     code = ir.FunctionType(result, [x.type for x in args])
-    asm = ir.InlineAsm(code, text, ",".join(constraints), side_effect=stays)
-    made = builder.call(asm, args, attrs=("convergent",) if meets else ())
-    return [builder.extract_value(made, n) for n in range(len(gives))] if several else made
+    asm = ir.InlineAsm(code, text, ",".join(constraints), side_effect=side_effect)
+    made = builder.call(asm, args, attrs=("convergent",) if convergent else ())
+    return [builder.extract_value(made, n) for n in range(len(results))] if several else made
 
 
-def of_registers(text, ty, *given, gives=None, stays=False):
-    """The signature and code of PTX of registers alone, all ``given`` of one Numba type."""
+def of_registers(text, ty, *given, returns=None, side_effect=False):
+    """Return signature and code of an intrinsic whose PTX uses registers only.
+
+    All arguments `given` must have the Numba type `ty`, else the result is None. `returns` is the
+    Numba type of the result; default: `ty`. `side_effect` is described in `ptx`.
+    """
     if any(x != ty for x in given):
         return None
-    gives = ty if gives is None else gives
-    made = [F32, F32] if gives == FLOAT2_TUPLE else F32 if gives == types.float32 else I32
+    returns = ty if returns is None else returns
+    made = [F32, F32] if returns == FLOAT2_TUPLE else F32 if returns == types.float32 else I32
 
     def codegen(context, builder, signature, args):
-        found = ptx(builder, text, args, made, memory=False, stays=stays)
-        return context.make_tuple(builder, gives, found) if isinstance(found, list) else found
+        found = ptx(builder, text, args, made, memory=False, side_effect=side_effect)
+        return context.make_tuple(builder, returns, found) if isinstance(found, list) else found
 
-    return gives(*given), codegen
+    return returns(*given), codegen
 
 
 def at_global(text, element, array, row, col, *values, contiguous=True):
-    """The signature and code of PTX with the address of array[row, col] as $0 and ``values`` as $1,
-    ...; of instructions marked ``@p`` the last one is the condition.
+    """Return signature and code of an intrinsic whose PTX accesses array[row, col].
+
+    The array is in global memory. In the PTX, $0 is the address of the element, and $1, $2, ... are
+    `values`. If the PTX begins with ``@p``, the last of `values` is a bool, and instructions marked
+    ``@p`` are executed only if it is true. `element` is the Numba type that the elements must have.
+    `contiguous` is described in `global_pointer`.
     """
     if not _is_array(array, 2, element):
         return None
@@ -142,7 +192,10 @@ def at_global(text, element, array, row, col, *values, contiguous=True):
 
 
 def statement(instruction, since=(0, 0)):
-    """The code of an instruction without operands; none for GPUs before ``since``."""
+    """Return the code of an instruction without operands.
+
+    For GPUs with a compute capability below `since`, the code is empty.
+    """
 
     def codegen(context, builder, signature, args):
         if compiles_for(since):
@@ -152,18 +205,29 @@ def statement(instruction, since=(0, 0)):
 
 
 def compiles_for(capability):
-    """Whether Numba compiles now for a GPU of this compute capability or a later one."""
+    """Return whether Numba is compiling for a GPU of at least this compute capability.
+
+    If Numba is not compiling for a GPU, the result is True.
+    """
     flags = ConfigStack.top_or_none()
     return flags is None or flags.compute_capability[:2] >= capability
 
 
 def guarded(instructions, condition):
-    """PTX whose instructions marked ``@p`` take place if the operand ``condition`` is not 0."""
+    """Return PTX whose instructions marked ``@p`` are executed only under a condition.
+
+    `condition` is the name of an operand, such as "$3". The condition is true if the operand is not
+    0.
+    """
     return f"{{.reg .pred p; setp.ne.u32 p, {condition}, 0; {instructions}}}"
 
 
 def _pointer(context, builder, array_ty, space, args, places):
-    """Pointer to the element at ``places`` of a shared or global array, the first of ``args``."""
+    """Return a pointer to an element of a shared or global array.
+
+    The array is the first of `args`, and the indices follow. `places` are the Numba types of the
+    indices.
+    """
     if space == SHARED:
         return shared_pointer(context, builder, array_ty, args[0], args[1], places[0])
     pairs = [x for pair in zip(args[1:], places, strict=False) for x in pair]
@@ -171,13 +235,21 @@ def _pointer(context, builder, array_ty, space, args, places):
 
 
 def _fits(array, places, space, element):
+    """Return whether an array and its indices have the types that an access needs.
+
+    `places` are the Numba types of the indices, and `space` is SHARED or GLOBAL.
+    """
     integers = space == GLOBAL or all(isinstance(ty, types.Integer) for ty in places)
     return integers and _is_array(array, len(places), element)
 
 
-def vector_load(array, *places, space, element, vector, gives):
-    """The signature and code of a load of ``vector``, a type of LLVM's, from ``places`` on of an
-    array of ``element`` in shared or global memory, as ``gives``: a tuple, or one number.
+def vector_load(array, *places, space, element, vector, returns):
+    """Return signature and code of a load of neighbouring elements in one access.
+
+    The load is of an array in shared or global memory (`space`) with elements of the Numba type
+    `element`. `places` are the types of the indices of the first element. `vector` is the LLVM type
+    of the access. `returns` is the Numba type of the result: a tuple or a number. The result is
+    None if the array has another type.
     """
     if not _fits(array, places, space, element):
         return None
@@ -187,17 +259,18 @@ def vector_load(array, *places, space, element, vector, gives):
             _pointer(context, builder, array, space, args, places), vector.as_pointer(space)
         )
         found = builder.load(pointer, align=_bytes(vector))
-        if not isinstance(gives, types.containers.UniTuple):
+        if not isinstance(returns, types.containers.UniTuple):
             return found
-        lanes = [builder.extract_element(found, I32(n)) for n in range(gives.count)]
-        return context.make_tuple(builder, gives, lanes)
+        lanes = [builder.extract_element(found, I32(n)) for n in range(returns.count)]
+        return context.make_tuple(builder, returns, lanes)
 
-    return gives(array, *places), codegen
+    return returns(array, *places), codegen
 
 
 def vector_store(array, *places, space, element, vector, values):
-    """The signature and code of a store of ``vector`` from ``places`` on, as of ``vector_load``;
-    ``values`` are the types of its elements, or of one number.
+    """Return signature and code of a store of neighbouring elements in one access.
+
+    The arguments are those of `vector_load`. `values` are the Numba types of the stored values.
     """
     if not _fits(array, places, space, element):
         return None
@@ -217,14 +290,21 @@ def vector_store(array, *places, space, element, vector, values):
 
 
 def _bytes(vector):
+    """Return the number of bytes of an LLVM type: 4 per element."""
     return 4 * getattr(vector, "count", 1)
 
 
 def words_of(halves):
-    """Emulation: pairs of 16-bit elements as words, the lower index in the lower half."""
+    """Return pairs of 16-bit elements as 32-bit words. The lower index is in the lower half.
+
+    Emulations call this function.
+    """
     return tuple(low | high << 16 for low, high in zip(halves[::2], halves[1::2], strict=True))
 
 
 def halves_of(words):
-    """Emulation: the 16-bit elements of words."""
+    """Return the 16-bit elements of 32-bit words, the lower half of a word first.
+
+    Emulations call this function.
+    """
     return tuple(half for word in words for half in (word & 0xFFFF, word >> 16))

@@ -1,6 +1,7 @@
-"""Emulation: the elements of matrices that each lane holds, in compiled loops over the lanes.
+"""Compiled loops for emulations: the elements of matrices that each lane of a warp holds.
 
-Arrays are over all lanes of whole warps; lane l of a warp has group l // 4 and place l % 4.
+An array over the lanes contains all 32 lanes of each warp. Lane l of a warp has the group l // 4
+and the place l % 4. The layout of fragments is described in matrix.py.
 """
 
 from fa_numba.emulator import compiling
@@ -12,7 +13,11 @@ compiled = compiling.compiled()
 
 @compiled
 def operands(values, a0, a1, a2, a3, b0, b1, A, B):
-    """A, (warps, 16, 16), and B, (warps, 16, 8), of their words; ``values``: what 16 bits mean."""
+    """Fill the matrices A: (warps, 16, 16) and B: (warps, 16, 8) from the lanes' fragments.
+
+    a0 to a3, b0 and b1 are words over the lanes, with two 16-bit elements each. `values` maps the
+    16 bits of an element to its value.
+    """
     for k in range(a0.size):
         w, g, t = k // WARP, k % WARP // 4, k % 4 * 2
         for half in range(2):
@@ -27,7 +32,11 @@ def operands(values, a0, a1, a2, a3, b0, b1, A, B):
 
 @compiled
 def sums(C, product, made):
-    """C, (4, lanes), plus a product of each warp, (warps, 16, 8), in single precision."""
+    """Compute made = C + product for fragments, in single precision.
+
+    `C` and `made` have the shape (4, lanes). `product` contains a matrix of each warp: (warps, 16,
+    8).
+    """
     for k in range(C.shape[1]):
         w, g, t = k // WARP, k % WARP // 4, k % 4 * 2
         for n in range(4):
@@ -37,7 +46,11 @@ def sums(C, product, made):
 
 @compiled
 def dealt(rows, transposed, words):
-    """ldmatrix: of eight elements of every lane's row, (8, lanes), the words that lanes get."""
+    """Fill `words`: (4, lanes) with the words that ``ldmatrix`` returns to each lane.
+
+    `rows`: (8, lanes) contains the eight 16-bit elements of the row whose index each lane passes.
+    `transposed` says whether each 8 x 8 tile is transposed.
+    """
     for k in range(rows.shape[1]):
         first, g, t = k // WARP * WARP, k % WARP // 4, k % 4 * 2
         for m in range(4):

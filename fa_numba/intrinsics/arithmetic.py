@@ -1,4 +1,4 @@
-"""Float32 arithmetic that has one instruction and no exact Python spelling."""
+"""Float32 operations that are one instruction and have no exact Python expression."""
 
 import math
 
@@ -20,7 +20,11 @@ LOG2E = types.float32(math.log2(math.e))
 
 @compiled()
 def _powers(base, exponents):
-    """The C library's `pow`, as Python's: with a base that is no constant it stays that."""
+    """Return base ** exponents by the C library's `pow`, which equals Python's power.
+
+    `base` is an argument because the compiler would replace the power of a constant base by another
+    function.
+    """
     made = np.zeros_like(exponents)
     for k in range(len(exponents)):
         made[k] = base ** exponents[k]
@@ -32,7 +36,7 @@ def _exp2(x):
     if isinstance(x, np.ndarray):
         low, high = x < -126.0, x >= 128.0
         inside = np.where(low | high, 0.0, x)
-        # Python's power: NumPy's own differs in the last place, and so does Intel's library.
+        # Python's power. NumPy's power and Intel's library (SVML) differ from it in the last bit.
         if config.USING_SVML:
             powers = np.array([2.0**each for each in inside.tolist()], x.dtype)
         else:
@@ -40,13 +44,16 @@ def _exp2(x):
         return np.where(low, 0.0, np.where(high, math.inf, powers))
     if x >= 128.0:
         return math.inf
-    return np.float32(0.0 if x < -126.0 else 2.0 ** float(x))  # ftz: no denormals
+    return np.float32(0.0 if x < -126.0 else 2.0 ** float(x))  # ftz: denormal results are 0
 
 
 @emulated_by(_exp2)
 @intrinsic
 def exp2(typingctx, x):
-    """2**x: ``ex2.approx.ftz.f32``, relative error 2**-22.5 (PTX ISA, "ex2")."""
+    """Return 2**x by ``ex2.approx.ftz.f32``, with a relative error of at most 2**-22.5.
+
+    Results below 2**-126 are 0 (PTX ISA, "ex2").
+    """
     return of_registers("ex2.approx.ftz.f32 $0, $1;", types.float32, x)
 
 
@@ -61,7 +68,7 @@ def _log2(x):
 @emulated_by(_log2)
 @intrinsic
 def log2(typingctx, x):
-    """Base-2 logarithm: ``lg2.approx.f32``; 0 gives -inf (PTX ISA, "lg2")."""
+    """Return the base-2 logarithm by ``lg2.approx.f32``; log2(0) is -inf (PTX ISA, "lg2")."""
     return of_registers("lg2.approx.f32 $0, $1;", types.float32, x)
 
 
@@ -76,7 +83,7 @@ def _maximum(x, y):
 @emulated_by(_maximum)
 @intrinsic
 def maximum(typingctx, x, y):
-    """The larger of two floats, the other one if one is NaN: ``max.f32``."""
+    """Return the larger of two floats by ``max.f32``. If one is NaN, return the other."""
     return of_registers("max.f32 $0, $1, $2;", types.float32, x, y)
 
 
@@ -89,15 +96,20 @@ def _inverse_power(x):
 @emulated_by(_inverse_power)
 @intrinsic
 def inverse_power(typingctx, x):
-    """1 / p, p the largest power of two up to x, exactly; 2^-126 <= x < 2^127."""
+    """Return 1 / p exactly, where p is the largest power of two that is not above x.
+
+    x must be at least 2^-126 and below 2^127.
+    """
     bits = "mov.b32 t, $1; and.b32 t, t, 0x7f800000; sub.s32 t, 0x7f000000, t;"
     return of_registers(f"{{.reg .b32 t; {bits} mov.b32 $0, t;}}", types.float32, x)
 
 
 @emulated_by(lambda x: x)
 @intrinsic
-def anew(typingctx, x):
-    """``x``, a uint32: what is computed of it is computed here each time, and not once before a
-    loop, where it would take registers all through it.
+def opaque(typingctx, x):
+    """Return the uint32 ``x``, but hide from the compiler that it is the same number.
+
+    Values that are computed from the result are therefore computed again at each use. The compiler
+    cannot compute them once before a loop, where they would occupy registers during the loop.
     """
-    return of_registers("mov.b32 $0, $1;", types.uint32, x, stays=True)
+    return of_registers("mov.b32 $0, $1;", types.uint32, x, side_effect=True)

@@ -1,8 +1,8 @@
 """Asynchronous copies from global to shared memory: ``cp.async`` (PTX ISA, sm_80 and later).
 
-The copying thread commits its copies to a group and waits for groups; other threads see the data
-after that wait and a barrier. For GPUs before compute capability 8.0 the copies of float32 are made
-at once, through registers; there commits and waits are nothing.
+The copying thread commits its copies to a group, and waits for groups. Other threads see the copied
+data after this wait and a barrier. On GPUs with a compute capability below 8.0, copies of float32
+go through registers and are complete at once. The functions that commit and wait then do nothing.
 """
 
 from numba.core import types
@@ -25,7 +25,11 @@ _SINCE = (8, 0)
 
 
 def _through_registers(width):
-    """PTX that loads $2 of ``width`` words from $1, zeros in the place of others, to $0."""
+    """Return PTX that copies up to `width` words through registers.
+
+    The operands are the address in shared memory $0, the address in global memory $1, and the
+    number of words $2. The remaining words in shared memory become zero.
+    """
     names = [f"x{n}" for n in range(width)]
     zeros = "".join(f"mov.b32 {name}, 0; " for name in names)
     whole, vector = "", "b32"
@@ -45,6 +49,7 @@ def _through_registers(width):
 
 
 def _copy(width, element_bytes=4):
+    """Return the function that types and compiles a copy of up to `width` elements."""
     size = width * element_bytes
     operation = "cp.async.cg" if size == 16 else "cp.async.ca"
     instruction = f"{operation}.shared.global [$0], [$1], {size}, $2;"
@@ -72,7 +77,7 @@ def _copy(width, element_bytes=4):
 
 
 def _copied(n):
-    """The emulation of a copy of n elements."""
+    """Return the emulation of a copy of up to n elements."""
 
     def emulation(dst, index, src, *place_and_count):
         *place, count = place_and_count
@@ -84,10 +89,11 @@ def _copied(n):
 @emulated_by(_copied(4))
 @intrinsic
 def copy4_async(typingctx, dst, index, src, row, col, count):
-    """Start copying src[row, col : col + count] to dst[index], zeros up to index + 4.
+    """Start copying ``count`` floats from src[row, col] on to dst[index] and its neighbours.
 
-    ``dst`` is a 1-D shared array, ``src`` a 2-D global one, both addresses 16-byte aligned;
-    ``count`` (int32) is 0..4.
+    The elements of dst up to index + 3 that are not copied become zero. ``dst`` is a 1-D shared
+    float32 array, and ``src`` a 2-D global float32 array. Both addresses must be multiples of 16
+    bytes. ``count`` (int32) is 0 to 4.
     """
     return _copy(4)(typingctx, dst, index, src, row, col, count=count)
 
@@ -95,9 +101,10 @@ def copy4_async(typingctx, dst, index, src, row, col, count):
 @emulated_by(_copied(1))
 @intrinsic
 def copy1_async(typingctx, dst, index, src, row, col, count):
-    """Start copying src[row, col] to dst[index], or a zero where ``count`` (int32) is 0 and not 1.
+    """Start copying src[row, col] to dst[index] if ``count`` (int32) is 1, or zero if it is 0.
 
-    float32 arrays as of ``copy4_async``, of any alignment and strides.
+    ``dst`` is a 1-D shared float32 array. ``src`` is a 2-D global float32 array with any alignment
+    and strides.
     """
     return _copy(1)(typingctx, dst, index, src, row, col, count=count)
 
@@ -105,8 +112,11 @@ def copy1_async(typingctx, dst, index, src, row, col, count):
 @emulated_by(_copied(8))
 @intrinsic
 def copy8_async(typingctx, dst, index, src, row, col, count):
-    """Start copying src[row, col : col + count] to dst[index], zeros up to index + 8: 16-bit floats
-    as uint16, 16-byte aligned; ``count`` (int32) is 0..8.
+    """Start copying ``count`` 16-bit floats from src[row, col] on to dst[index] and its neighbours.
+
+    The elements of dst up to index + 7 that are not copied become zero. ``dst`` is a 1-D shared
+    uint16 array, and ``src`` a 2-D global uint16 array: they contain the bits of the floats. Both
+    addresses must be multiples of 16 bytes. ``count`` (int32) is 0 to 8.
     """
     return _copy(8, 2)(typingctx, dst, index, src, row, col, count=count)
 
@@ -114,26 +124,32 @@ def copy8_async(typingctx, dst, index, src, row, col, count):
 @emulated_by(_copied(8))
 @intrinsic
 def copy8_of_head_async(typingctx, dst, index, src, row, head, col, count):
-    """``copy8_async`` from src[row, head, col : col + count] of a 3-D global array."""
+    """Start copying ``count`` 16-bit floats from src[row, head, col] on to dst[index].
+
+    ``src`` is a 3-D global uint16 array. The other arguments are those of ``copy8_async``.
+    """
     return _copy(8, 2)(typingctx, dst, index, src, row, head, col, count=count)
 
 
 @emulated_by(_copied(1))
 @intrinsic
 def copy_value_async(typingctx, dst, index, src, row, count):
-    """``copy1_async`` from src[row] of a 1-D global array."""
+    """Start copying src[row] to dst[index] if ``count`` (int32) is 1, or zero if it is 0.
+
+    ``dst`` is a 1-D shared float32 array, and ``src`` a 1-D global float32 array.
+    """
     return _copy(1)(typingctx, dst, index, src, row, count=count)
 
 
 @emulated_by(lambda: emulator.current().async_commit())
 @intrinsic
 def commit_async(typingctx):
-    """Close this thread's current group of copies: ``cp.async.commit_group``."""
+    """Close this thread's current group of copies by ``cp.async.commit_group``."""
     return types.void(), statement("cp.async.commit_group;", _SINCE)
 
 
 @emulated_by(lambda: emulator.current().async_wait(0))
 @intrinsic
 def wait_async(typingctx):
-    """Wait for all of this thread's groups: ``cp.async.wait_group 0``."""
+    """Wait for all closed groups of copies of this thread by ``cp.async.wait_group 0``."""
     return types.void(), statement("cp.async.wait_group 0;", _SINCE)

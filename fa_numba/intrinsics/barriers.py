@@ -1,13 +1,16 @@
-"""Named barriers, for warps of a block that do different things: ``bar`` (PTX ISA, "bar, barrier").
+"""Named barriers, at which some warps of a thread block wait: ``bar`` (PTX ISA, "bar, barrier").
 
-Beside the barrier of ``syncthreads``, which all threads of the block wait at, a block has fifteen
-with the names 1 to 15, for as many of its threads as a call says. A named barrier counts the
-threads that come to it, from any warps, and opens when their number is ``threads``; it then starts
-again at 0. There are two ways to come. ``sync_named`` waits until the barrier opens, and then sees
-what every thread that came wrote to memory before it came. ``arrive_named`` is counted but does not
-wait, and so sees nothing of the others. A producer of data uses two barriers: at one it arrives,
-and the consumers wait there for the data; at the other it waits, and the consumers arrive there
-once they have read the data.
+A thread block has fifteen named barriers, with the numbers 1 to 15, in addition to the barrier of
+``syncthreads``. A named barrier counts the threads that arrive, from any warps. It opens when
+``threads`` threads have arrived, and then begins again at 0. There are two ways to arrive:
+
+- ``sync_named`` waits until the barrier opens. The waiting thread then sees everything that the
+  other threads wrote to memory before they arrived.
+- ``arrive_named`` does not wait. The thread therefore sees nothing new.
+
+For example, a producer of data uses two barriers. It arrives at the first barrier, where the
+consumers wait for the data. It waits at the second barrier, where the consumers arrive when they
+have read the data.
 """
 
 from llvmlite import ir
@@ -22,7 +25,7 @@ _ALLOWED = {"barrier": range(1, 16), "threads": range(32, 1025, 32)}
 
 
 def _refused(name, value):
-    """What is wrong with the value of the operand ``name``; an empty string if nothing."""
+    """Return the error message for the value of the argument `name`; "" if the value is allowed."""
     allowed = _ALLOWED[name]
     what = f"a multiple of {allowed.step}" if allowed.step > 1 else "an integer"
     text = f"{name} must be {what} from {allowed[0]} to {allowed[-1]}, got {value}"
@@ -30,6 +33,10 @@ def _refused(name, value):
 
 
 def _barrier(instruction, barrier, threads):
+    """Return signature and code of a ``bar`` instruction for some threads.
+
+    `barrier` and `threads` are the Numba types of the arguments.
+    """
     operands = {"barrier": barrier, "threads": threads}
     for name, ty in operands.items():
         if isinstance(ty, types.IntegerLiteral):
@@ -40,7 +47,8 @@ def _barrier(instruction, barrier, threads):
             return None
 
     def codegen(context, builder, signature, args):
-        # Constants go into the instruction: a barrier in a register takes all sixteen.
+        # Constants go into the instruction: if the number is in a register, the compiler must
+        # assume that the kernel uses all sixteen barriers.
         places: list[str] = []
         values: list[ir.Value] = []
         for ty, value in zip(operands.values(), args, strict=True):
@@ -49,12 +57,14 @@ def _barrier(instruction, barrier, threads):
             else:
                 places.append(f"${len(values)}")
                 values.append(value)
-        ptx(builder, f"{instruction} {', '.join(places)};", values, meets=True)
+        ptx(builder, f"{instruction} {', '.join(places)};", values, convergent=True)
 
     return types.void(barrier, threads), codegen
 
 
 def _emulation(operation, waits):
+    """Return the emulation of a ``bar`` instruction; `operation` is its name, for messages."""
+
     def emulation(barrier, threads):
         context = emulator.current()
         lane = context.first_lane()
@@ -71,10 +81,10 @@ def _emulation(operation, waits):
 @emulated_by(_emulation("sync_named", waits=True))
 @intrinsic
 def sync_named(typingctx, barrier, threads):
-    """Wait at ``barrier`` until ``threads`` threads, these included, have come: ``bar.sync``.
+    """Wait at ``barrier`` until ``threads`` threads have arrived, including these: ``bar.sync``.
 
-    ``barrier`` is 1 to 15, ``threads`` a multiple of 32 and the same for all that come: int32,
-    uint32 or constants. All lanes of a warp call it together.
+    ``barrier`` is 1 to 15. ``threads`` is a multiple of 32, and equal in all threads that arrive.
+    Both are int32, uint32 or constants. All lanes of a warp must make the call together.
     """
     return _barrier("bar.sync", barrier, threads)
 
@@ -82,8 +92,9 @@ def sync_named(typingctx, barrier, threads):
 @emulated_by(_emulation("arrive_named", waits=False))
 @intrinsic
 def arrive_named(typingctx, barrier, threads):
-    """Be counted at ``barrier`` and go on without waiting: ``bar.arrive``.
+    """Arrive at ``barrier`` without waiting: ``bar.arrive``.
 
-    Arguments as of ``sync_named``. A warp must not come to the barrier again before it has opened.
+    The arguments are those of ``sync_named``. A warp must not arrive again before the barrier has
+    opened.
     """
     return _barrier("bar.arrive", barrier, threads)

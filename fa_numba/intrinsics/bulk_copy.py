@@ -1,4 +1,12 @@
-"""Boxes of arrays between global and shared memory by the bulk copy engine (TMA)."""
+"""Copies of boxes between global and shared memory by the bulk copy engine (TMA, sm_90).
+
+A box is a rectangle of an array with a tensor map (``device.TiledArray``). The copies are
+asynchronous:
+
+- ``load_box`` fills shared memory. An mbarrier counts the bytes that have arrived.
+- ``store_box``, ``add_box`` and ``add_bulk`` read shared memory. A thread closes a group of them
+  by ``commit_boxes``, and then waits for its groups.
+"""
 
 import functools
 
@@ -21,12 +29,13 @@ _I64 = ir.IntType(64)
 
 
 def _map_address(context, builder, ty, value):
+    """Return the address of the tensor map of an array, as an int64."""
     tiled = cgutils.create_struct_proxy(ty)(context, builder, value)
     return builder.ptrtoint(tiled.map, _I64)
 
 
 def _load(axes):
-    """The code of ``load_box`` for a map of so many axes."""
+    """Return the code of ``load_box`` for a tensor map with `axes` axes."""
     names = ", ".join(f"${n}" for n in range(2, 2 + axes))
 
     def codegen(context, builder, signature, args):
@@ -45,7 +54,10 @@ def _load(axes):
 
 
 def _store(axes, verb="cp.async.bulk.tensor", does="tile"):
-    """The code of ``store_box`` for a map of so many axes, or of ``add_box``."""
+    """Return the code of ``store_box`` or ``add_box`` for a tensor map with `axes` axes.
+
+    `verb` and `does` are parts of the instruction's name.
+    """
     names = ", ".join(f"${n}" for n in range(1, 1 + axes))
 
     def codegen(context, builder, signature, args):
@@ -60,7 +72,10 @@ def _store(axes, verb="cp.async.bulk.tensor", does="tile"):
 
 
 def _inwards(context, builder, values, places):
-    """Coordinates from the innermost axis on, as the instruction takes them."""
+    """Return a box's coordinates in the order of the instruction: the innermost axis first.
+
+    `places` are the Numba types of `values`.
+    """
     pairs = zip(reversed(values), reversed(places), strict=True)
     return [to_i32(context, builder, value, ty) for value, ty in pairs]
 
@@ -78,28 +93,42 @@ def _store_box(dst, *places, adds=False):
 @emulated_by(_load_box)
 @intrinsic
 def load_box(typingctx, dst, index, src, batch, head, row, col, barriers, barrier):
-    """Start copying the box of ``src`` at (batch, head, row, col) to dst[index]."""
+    """Start copying the box of ``src`` at (batch, head, row, col) to dst[index].
+
+    ``src`` is an array with a tensor map of four axes, and ``dst`` a 1-D shared array. The mbarrier
+    barriers[barrier] counts the bytes that arrive.
+    """
     return types.void(dst, index, src, batch, head, row, col, barriers, barrier), _load(4)
 
 
 @emulated_by(_load_box)
 @intrinsic
 def load_box_5d(typingctx, dst, index, src, a, b, c, d, e, barriers, barrier):
-    """``load_box`` of the box at (a, b, c, d, e) of a map with five axes (``TiledArray``)."""
+    """Start copying the box of ``src`` at (a, b, c, d, e) to dst[index].
+
+    The tensor map of ``src`` has five axes. The other arguments are those of ``load_box``.
+    """
     return types.void(dst, index, src, a, b, c, d, e, barriers, barrier), _load(5)
 
 
 @emulated_by(_store_box)
 @intrinsic
 def store_box(typingctx, dst, batch, head, row, col, src, index):
-    """Start copying a box from src[index] to ``dst`` at (batch, head, row, col)."""
+    """Start copying a box from src[index] to the box of ``dst`` at (batch, head, row, col).
+
+    ``src`` is a 1-D shared array, and ``dst`` an array with a tensor map of four axes.
+    """
     return types.void(dst, batch, head, row, col, src, index), _store(4)
 
 
 @emulated_by(functools.partial(_store_box, adds=True))
 @intrinsic
 def add_box(typingctx, dst, batch, head, row, col, src, index):
-    """Start adding a box from src[index] to ``dst``, atomically: a load and a store each."""
+    """Start adding a box from src[index] to the box of ``dst`` at (batch, head, row, col).
+
+    Each addition is atomic, and counts as one load and one store. The arguments are those of
+    ``store_box``.
+    """
     code = _store(4, "cp.reduce.async.bulk.tensor", "add.tile")
     return types.void(dst, batch, head, row, col, src, index), code
 
@@ -113,8 +142,10 @@ def _add_bulk(array, row, col, src, index, count):
 def add_bulk(typingctx, array, row, col, src, index, count):
     """Start adding ``count`` floats from src[index] on to array[row, col] and its neighbours.
 
-    Each addition is atomic, a load and a store. Both addresses and the size are multiples of 16
-    bytes: ``cp.reduce.async.bulk``, without a tensor map.
+    Each addition is atomic, and counts as one load and one store. ``array`` is a 2-D global float32
+    array with a contiguous last axis, and ``src`` a 1-D shared float32 array. Both addresses and
+    the size must be multiples of 16 bytes. The instruction is ``cp.reduce.async.bulk``, which needs
+    no tensor map.
     """
     if not is_float32_array(array, 2) or not is_float32_array(src, 1):
         return None
@@ -133,21 +164,27 @@ def add_bulk(typingctx, array, row, col, src, index, count):
 @emulated_by(_store_box)
 @intrinsic
 def store_box_5d(typingctx, dst, a, b, c, d, e, src, index):
-    """``store_box`` to the box at (a, b, c, d, e) of a map with five axes (``TiledArray``)."""
+    """Start copying a box from src[index] to the box of ``dst`` at (a, b, c, d, e).
+
+    The tensor map of ``dst`` has five axes. The other arguments are those of ``store_box``.
+    """
     return types.void(dst, a, b, c, d, e, src, index), _store(5)
 
 
 @emulated_by(lambda: emulator.current().commit_boxes())
 @intrinsic
 def commit_boxes(typingctx):
-    """Close this thread's current group of ``store_box``: ``cp.async.bulk.commit_group``."""
+    """Close this thread's current group of box stores by ``cp.async.bulk.commit_group``."""
     return types.void(), statement("cp.async.bulk.commit_group;")
 
 
 @emulated_by(lambda: emulator.current().wait_boxes(written=False))
 @intrinsic
 def wait_boxes_read(typingctx):
-    """Wait until the sources of this thread's groups have been read, and may be overwritten."""
+    """Wait until this thread's closed groups of box stores have read shared memory.
+
+    The elements of shared memory may then be overwritten.
+    """
     return types.void(), statement("cp.async.bulk.wait_group.read 0;")
 
 
@@ -158,7 +195,10 @@ def _wait_boxes():
 @emulated_by(_wait_boxes)
 @intrinsic
 def wait_boxes(typingctx):
-    """Wait until this thread's groups are in global memory: ``cp.async.bulk.wait_group 0``."""
+    """Wait until this thread's closed groups of box stores are in global memory.
+
+    The instruction is ``cp.async.bulk.wait_group 0``.
+    """
     return types.void(), statement("cp.async.bulk.wait_group 0;")
 
 
@@ -171,7 +211,9 @@ def _fence_async_proxy():
 @emulated_by(_fence_async_proxy)
 @intrinsic
 def fence_async_proxy(typingctx):
-    """What this thread has written to shared memory is seen by later bulk copies and ``wgmma``, of
-    other threads after a barrier: ``fence.proxy.async``.
+    """Make this thread's writes to shared memory visible to bulk copies and ``wgmma``.
+
+    This holds for later bulk copies and products of this thread, and of other threads after a
+    barrier. The instruction is ``fence.proxy.async``.
     """
     return types.void(), statement("fence.proxy.async.shared::cta;")

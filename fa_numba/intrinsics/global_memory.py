@@ -1,4 +1,8 @@
-"""Vector accesses to global memory, for rows of a 2-D array with a contiguous last axis."""
+"""Vector accesses to global memory: neighbouring elements of a row in one instruction.
+
+The array has two axes, and the last axis is contiguous. In a uint16 array, the elements are the
+bits of 16-bit floats.
+"""
 
 import numpy as np
 from numba.core import cgutils, types
@@ -27,34 +31,47 @@ from fa_numba.intrinsics._build import (
 )
 
 _FLOATS = {"space": GLOBAL, "element": types.float32}
-_HALVES = {"space": GLOBAL, "element": types.uint16}  # bits of 16-bit floats
+_HALVES = {"space": GLOBAL, "element": types.uint16}
 
 
 @emulated_by(lambda array, row, col: array.load((row, col), 4))
 @intrinsic
 def read4(typingctx, array, row, col):
-    """Elements (row, col .. col + 3), 16-byte aligned, as a tuple: ``ld.global.v4.f32``."""
-    return vector_load(array, row, col, **_FLOATS, vector=FLOAT4, gives=FLOAT4_TUPLE)
+    """Return the four floats array[row, col .. col + 3] as a tuple: ``ld.global.v4.f32``.
+
+    Their address must be a multiple of 16 bytes.
+    """
+    return vector_load(array, row, col, **_FLOATS, vector=FLOAT4, returns=FLOAT4_TUPLE)
 
 
 @emulated_by(lambda array, row, col, x0, x1, x2, x3: array.store((row, col), (x0, x1, x2, x3)))
 @intrinsic
 def write4(typingctx, array, row, col, x0, x1, x2, x3):
-    """Store four floats at (row, col .. col + 3), 16-byte aligned: ``st.global.v4.f32``."""
+    """Store four floats to array[row, col .. col + 3]: ``st.global.v4.f32``.
+
+    Their address must be a multiple of 16 bytes.
+    """
     return vector_store(array, row, col, **_FLOATS, vector=FLOAT4, values=(x0, x1, x2, x3))
 
 
 @emulated_by(lambda array, row, col: words_of(array.load((row, col), 2))[0])
 @intrinsic
 def read2(typingctx, array, row, col):
-    """Two 16-bit elements from (row, col) on, 4-byte aligned, as a uint32: ``ld.global.u32``."""
-    return vector_load(array, row, col, **_HALVES, vector=I32, gives=types.uint32)
+    """Return the 16-bit elements array[row, col .. col + 1] as a uint32: ``ld.global.u32``.
+
+    The first element is in the lower half. The address must be a multiple of 4 bytes.
+    """
+    return vector_load(array, row, col, **_HALVES, vector=I32, returns=types.uint32)
 
 
 @emulated_by(lambda array, row, col, pair: array.store((row, col), (pair & 0xFFFF, pair >> 16)))
 @intrinsic
 def write2(typingctx, array, row, col, pair):
-    """Store two 16-bit elements, a word, from (row, col) on, 4-byte aligned: ``st.global.u32``."""
+    """Store the two 16-bit elements of the uint32 ``pair`` to array[row, col .. col + 1].
+
+    The lower half is the first element. The address must be a multiple of 4 bytes. The instruction
+    is ``st.global.u32``.
+    """
     if pair != types.uint32:
         return None
     return vector_store(array, row, col, **_HALVES, vector=I32, values=(pair,))
@@ -72,8 +89,10 @@ def _read_pair(array, row, col, reads):
 @emulated_by(_read_pair)
 @intrinsic
 def read_pair(typingctx, array, row, col, reads):
-    """Elements (row, col .. col + 1) of a float32 array, 8-byte aligned, if ``reads``, else zeros:
-    ``ld.global.v2.f32``, conditional as ``write8``.
+    """Return the two floats array[row, col .. col + 1] if ``reads`` is true, else two zeros.
+
+    The address must be a multiple of 8 bytes. The instruction is ``ld.global.v2.f32`` with a
+    predicate instead of a branch.
     """
     if not is_float32_array(array, 2) or not isinstance(reads, types.Boolean):
         return None
@@ -91,6 +110,7 @@ def read_pair(typingctx, array, row, col, reads):
 
 
 def _lies_in_pairs(array):
+    """Emulate ``lies_in_pairs``."""
     step = array.itemsize
     even = (stride % (2 * step) == 0 for stride in array.strides[:-1])
     return array.strides[-1] == step and all(even) and array.first_byte % (2 * step) == 0
@@ -99,7 +119,11 @@ def _lies_in_pairs(array):
 @emulated_by(_lies_in_pairs)
 @intrinsic
 def lies_in_pairs(typingctx, array):
-    """Whether columns 2 n and 2 n + 1 of a 4-D float32 array are neighbours at 8-byte addresses."""
+    """Return whether ``read_pair`` and ``write_pair`` may access each pair of columns 2 n, 2 n + 1.
+
+    This is true if the columns are neighbours in memory, and the address of each pair is a multiple
+    of 8 bytes. ``array`` is a 4-D global float32 array.
+    """
     if not is_float32_array(array, 4):
         return None
 
@@ -123,8 +147,10 @@ def _write_pair(array, row, col, x0, x1, writes):
 @emulated_by(_write_pair)
 @intrinsic
 def write_pair(typingctx, array, row, col, x0, x1, writes):
-    """Store two floats at (row, col), (row, col + 1), 8-byte aligned, if ``writes``:
-    ``st.global.v2.f32``, conditional as ``write8``.
+    """Store two floats to array[row, col .. col + 1] if ``writes`` is true.
+
+    The address must be a multiple of 8 bytes. The instruction is ``st.global.v2.f32`` with a
+    predicate instead of a branch.
     """
     text = "@p st.global.v2.f32 [$0], {$1, $2};"
     return at_global(text, types.float32, array, row, col, x0, x1, writes)
@@ -133,10 +159,12 @@ def write_pair(typingctx, array, row, col, x0, x1, writes):
 @emulated_by(lambda array, row, col: words_of(array.load((row, col), 8)))
 @intrinsic
 def read8(typingctx, array, row, col):
-    """Eight 16-bit elements from (row, col) on, 16-byte aligned, as four uint32, pairs with the
-    lower index in the lower half: ``ld.global.v4.u32``.
+    """Return the 16-bit elements array[row, col .. col + 7] as four uint32: ``ld.global.v4.u32``.
+
+    Each uint32 contains two elements, the first in the lower half. The address must be a multiple
+    of 16 bytes.
     """
-    return vector_load(array, row, col, **_HALVES, vector=INT4, gives=WORDS)
+    return vector_load(array, row, col, **_HALVES, vector=INT4, returns=WORDS)
 
 
 def _write8(array, row, col, w0, w1, w2, w3, writes):
@@ -146,9 +174,11 @@ def _write8(array, row, col, w0, w1, w2, w3, writes):
 @emulated_by(_write8)
 @intrinsic
 def write8(typingctx, array, row, col, w0, w1, w2, w3, writes):
-    """Store eight 16-bit elements, as ``read8`` gives them, if ``writes``: ``st.global.v4.b32``.
+    """Store eight 16-bit elements to array[row, col .. col + 7] if ``writes`` is true.
 
-    The condition is the instruction's own, so that a loop of stores has no branches.
+    The four uint32 contain the elements as ``read8`` returns them. The instruction is
+    ``st.global.v4.b32`` with a predicate instead of a branch, so that a loop of stores has no
+    branches.
     """
     words = (w0, w1, w2, w3)
     if any(word != types.uint32 for word in words):

@@ -1,4 +1,7 @@
-"""Two unsigned 16-bit numbers in a word, side by side; from sm_90 on these are instructions."""
+"""Operations on the two 16-bit halves of 32-bit words. From sm_90 on, they are instructions.
+
+The halves are unsigned.
+"""
 
 import numpy as np
 from numba.core import types
@@ -13,6 +16,8 @@ _TEXT = (
 
 
 def _larger_halves(words, than, less):
+    """Emulate ``larger_halves``."""
+
     def of(shift):
         word, other, more = (np.asarray(x) >> shift & 0xFFFF for x in (words, than, less))
         return np.minimum(np.maximum(word, other) + more & 0xFFFF, 1)
@@ -24,5 +29,9 @@ def _larger_halves(words, than, less):
 @emulated_by(_larger_halves)
 @intrinsic
 def larger_halves(typingctx, words, than, less):
-    """1 in each half of ``words`` above ``than``'s, else 0; ``less`` is that negated."""
+    """Return 1 in each half of a word that is larger than the half of ``than``, else 0.
+
+    The halves of ``words``, ``than`` and ``less`` are unsigned 16-bit numbers. Each half of
+    ``less`` must be the negative of the half of ``than``, modulo 2^16.
+    """
     return of_registers(_TEXT, types.uint32, words, than, less)

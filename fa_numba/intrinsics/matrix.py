@@ -1,9 +1,15 @@
-"""Tensor cores: 8 x 8 tiles from shared memory (``ldmatrix``) and to it (``stmatrix``, sm_90),
-16 x 8 x 16 products (``mma.sync``) and conversions to pairs of 16-bit floats (``cvt``). PTX ISA,
-sm_80 and later.
+"""Tensor cores: matrix products of a warp, and the loads, stores and conversions for them.
 
-Lane l of a warp has group g = l // 4 and place t = l % 4. A register of two 16-bit floats holds the
-lower index in its lower half. Fragments (PTX ISA, "Matrix fragments for mma.m16n8k16"):
+    ldmatrix, stmatrix    loads and stores of 8 x 8 tiles in shared memory (stmatrix: sm_90)
+    mma.sync              products of 16 x 16 by 16 x 8 matrices
+    cvt                   conversions between float32 and pairs of 16-bit floats
+
+The instructions exist from sm_80 on, except for stmatrix. They are described in the PTX ISA.
+
+Each lane of a warp holds a part of each matrix in its registers, a fragment. Lane l has the group
+g = l // 4 and the place t = l % 4. A register (uint32) contains two 16-bit floats, the element with
+the lower index in the lower half. The fragments of lane l are (PTX ISA, "Matrix fragments for
+mma.m16n8k16"):
 
     A, 16 x 16   a0 = A[g, 2t .. 2t+1]        a1 = A[g+8, 2t .. 2t+1]
                  a2 = A[g, 2t+8 .. 2t+9]      a3 = A[g+8, 2t+8 .. 2t+9]
@@ -37,7 +43,7 @@ _FULL = 0xFFFFFFFF
 
 
 def _load_tiles(transposed):
-    """The emulation: every lane reads a row of eight, and the warp deals them out."""
+    """Return the emulation of ``ldmatrix``: lanes read rows, which are then dealt to all lanes."""
 
     def words_of_lanes(row):
         words = np.empty((4, row[0].size), np.int64)
@@ -59,6 +65,7 @@ def _load_tiles(transposed):
 
 
 def _ldmatrix(suffix):
+    """Return the function that types and compiles ``ldmatrix`` with a suffix, such as ".trans"."""
     instruction = f"ldmatrix.sync.aligned.m8n8.x4{suffix}.shared.b16 {{$0,$1,$2,$3}}, [$4];"
 
     def build(typingctx, array, index):
@@ -78,10 +85,11 @@ def _ldmatrix(suffix):
 @emulated_by(_load_tiles(False))
 @intrinsic
 def ldmatrix(typingctx, array, index):
-    """Four 8 x 8 tiles of 16-bit elements: ``ldmatrix.x4`` (PTX ISA, "ldmatrix").
+    """Load four 8 x 8 tiles of 16-bit elements by ``ldmatrix.x4``; return a tuple of four uint32.
 
-    Lane l gives the place ``index`` of row l % 8 of tile l // 8, a multiple of 8 elements in a 1-D
-    shared uint16 array, and gets for each tile its elements [g, 2t .. 2t+1] as one uint32.
+    Each lane passes the index of one row: lane l that of row l % 8 of tile l // 8. ``index`` must
+    be a multiple of 8 elements of ``array``, a 1-D shared uint16 array. For each tile, the lane
+    gets the elements [g, 2t .. 2t+1].
     """
     return _ldmatrix("")(typingctx, array, index)
 
@@ -89,17 +97,22 @@ def ldmatrix(typingctx, array, index):
 @emulated_by(_load_tiles(True))
 @intrinsic
 def ldmatrix_transposed(typingctx, array, index):
-    """``ldmatrix`` with every tile transposed: the lane gets its elements [2t .. 2t+1, g]."""
+    """Load four 8 x 8 tiles and transpose each; return a tuple of four uint32.
+
+    For each tile, the lane gets the elements [2t .. 2t+1, g]. The arguments are those of
+    ``ldmatrix``.
+    """
     return _ldmatrix(".trans")(typingctx, array, index)
 
 
 def _rows_of_tiles(values, present, mask):
-    """By lane, the four words of the row that the lane stores: of row l % 8 of tile l // 8."""
+    """Return for each lane the four words of the row that it stores: row l % 8 of tile l // 8."""
     tiles = np.stack(values).reshape(4, -1, 8, 4)  # tile, warp, row, word of the row
     return tuple(tiles.transpose(3, 1, 0, 2).reshape(4, -1, _WARP))
 
 
 def _stmatrix(array, index, w0, w1, w2, w3):
+    """Emulate ``stmatrix``."""
     words = emulator.current().collective("stmatrix", _FULL, (w0, w1, w2, w3), _rows_of_tiles)
     array.store(index, halves_of(words))
 
@@ -107,10 +120,11 @@ def _stmatrix(array, index, w0, w1, w2, w3):
 @emulated_by(_stmatrix)
 @intrinsic
 def stmatrix(typingctx, array, index, w0, w1, w2, w3):
-    """Store four 8 x 8 tiles of 16-bit elements: ``stmatrix.x4`` (PTX ISA, "stmatrix"), sm_90.
+    """Store four 8 x 8 tiles of 16-bit elements by ``stmatrix.x4`` (sm_90).
 
-    Lane l gives the place ``index`` of row l % 8 of tile l // 8, a multiple of 8 elements in a 1-D
-    shared uint16 array. Each word contains the lane's elements [g, 2t .. 2t+1] of one tile.
+    Each lane passes the index of one row: lane l that of row l % 8 of tile l // 8. ``index`` must
+    be a multiple of 8 elements of ``array``, a 1-D shared uint16 array. Words w0 to w3 contain the
+    lane's elements [g, 2t .. 2t+1] of tiles 0 to 3.
     """
     words = (w0, w1, w2, w3)
     if not is_half_array(array, 1) or any(word != types.uint32 for word in words):
@@ -125,15 +139,16 @@ def stmatrix(typingctx, array, index, w0, w1, w2, w3):
 
 
 def _float16(words):
-    """The two numbers of each word, side by side along the last axis."""
+    """Return the two float16 numbers of each word as float32, along the last axis."""
     return words.view(np.float16).astype(np.float32)
 
 
 def _bfloat16(words):
+    """Return the two bfloat16 numbers of each word as float32, along the last axis."""
     return (words.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
 
 
-# What each word of 16 bits is as a number.
+# The value of each combination of 16 bits, as float32, by format.
 NUMBERS = {
     kind: to_float(np.arange(1 << 16, dtype=np.uint32)[:, None])[:, 0].copy()
     for kind, to_float in (("f16", _float16), ("bf16", _bfloat16))
@@ -141,6 +156,7 @@ NUMBERS = {
 
 
 def _multiply(numbers):
+    """Return the emulation of a product. `numbers` maps the 16 bits of an element to its value."""
 
     def product(words, c):
         lanes = words[0].size
@@ -174,6 +190,7 @@ def _multiply(numbers):
 
 
 def _mma(kind):
+    """Return the function that types and compiles a product. `kind` is "f16" or "bf16"."""
     instruction = (
         f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 "
         "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$0,$1,$2,$3};"
@@ -196,7 +213,7 @@ def _mma(kind):
                 builder.gep(data, [builder.add(start, I32(n))]) for start in starts for n in (0, 1)
             ]
             given = [*args[3:], *map(builder.load, places)]
-            pure = {"memory": False, "stays": False}
+            pure = {"memory": False, "side_effect": False}
             made = ptx(builder, instruction, given, [F32] * 4, tied=4, **pure)
             for value, place in zip(made, places, strict=True):
                 builder.store(value, place)
@@ -209,10 +226,11 @@ def _mma(kind):
 @emulated_by(_multiply(NUMBERS["f16"]))
 @intrinsic
 def mma_f16(typingctx, rC, low, high, a0, a1, a2, a3, b0, b1):
-    """C += A B of a warp, A and B float16, C float32: ``mma.sync.m16n8k16`` (PTX ISA, "mma").
+    """Compute C += A B for the matrices of a warp by ``mma.sync.m16n8k16``.
 
-    c0, c1 are elements ``low``, low + 1 and c2, c3 ``high``, high + 1 of the local array ``rC``;
-    the others are uint32 fragments as above.
+    A and B are float16, and C is float32. a0 to a3, b0 and b1 are uint32 fragments, see the
+    module's table. C is in the local float32 array ``rC``: c0 and c1 are the elements low and low +
+    1, c2 and c3 the elements high and high + 1.
     """
     return _mma("f16")(typingctx, rC, low, high, a0, a1, a2, a3, b0, b1)
 
@@ -220,16 +238,25 @@ def mma_f16(typingctx, rC, low, high, a0, a1, a2, a3, b0, b1):
 @emulated_by(_multiply(NUMBERS["bf16"]))
 @intrinsic
 def mma_bf16(typingctx, rC, low, high, a0, a1, a2, a3, b0, b1):
-    """``mma_f16`` with A and B bfloat16."""
+    """Compute C += A B as ``mma_f16`` does, with A and B in bfloat16."""
     return _mma("bf16")(typingctx, rC, low, high, a0, a1, a2, a3, b0, b1)
 
 
 def _pack(kind, low, high):
+    """Return signature and code of a conversion of two floats to a pair of 16-bit floats.
+
+    `kind` is a part of the instruction's name, such as ".f16".
+    """
     text = f"cvt.rn{kind}x2.f32 $0, $2, $1;"
-    return of_registers(text, types.float32, low, high, gives=types.uint32)
+    return of_registers(text, types.float32, low, high, returns=types.uint32)
 
 
 def _packed(to_bits):
+    """Return the emulation of a conversion to a pair of 16-bit floats.
+
+    `to_bits` converts float32 to the bits of 16-bit floats.
+    """
+
     def emulation(low, high):
         many = isinstance(low, np.ndarray) or isinstance(high, np.ndarray)
         with np.errstate(over="ignore"):
@@ -241,11 +268,15 @@ def _packed(to_bits):
 
 
 def _bits_f16(x):
+    """Return the bits of the nearest float16 numbers."""
     return x.astype(np.float16).view(np.uint16).astype(np.int64)
 
 
 def _bits_bf16(x):
-    """To nearest, ties to even; NaN becomes the one that ``cvt`` gives."""
+    """Return the bits of the nearest bfloat16 numbers, with ties to even.
+
+    NaN becomes the NaN that ``cvt`` returns.
+    """
     bits = x.view(np.uint32).astype(np.int64)
     return np.where(x != x, 0x7FFF, bits + 0x7FFF + (bits >> 16 & 1) >> 16)
 
@@ -253,18 +284,29 @@ def _bits_bf16(x):
 @emulated_by(_packed(_bits_f16))
 @intrinsic
 def pack_f16(typingctx, low, high):
-    """Two float32 to nearest float16, packed in a uint32: ``cvt.rn.f16x2.f32`` (PTX ISA, "cvt")."""
+    """Return two float32 as a pair of float16 in a uint32, rounded to nearest.
+
+    ``low`` is in the lower half. The instruction is ``cvt.rn.f16x2.f32``.
+    """
     return _pack(".f16", low, high)
 
 
 @emulated_by(_packed(_bits_bf16))
 @intrinsic
 def pack_bf16(typingctx, low, high):
-    """Two float32 to nearest bfloat16, packed in a uint32: ``cvt.rn.bf16x2.f32``."""
+    """Return two float32 as a pair of bfloat16 in a uint32, rounded to nearest.
+
+    ``low`` is in the lower half. The instruction is ``cvt.rn.bf16x2.f32``.
+    """
     return _pack(".bf16", low, high)
 
 
 def _positive(to_bits):
+    """Return the emulation of a conversion in which negative numbers become 0.
+
+    `to_bits` is the emulation without this change.
+    """
+
     def emulation(low, high):
         with np.errstate(invalid="ignore"):
             low, high = (np.where(x < 0, np.float32(0.0), x) for x in (low, high))
@@ -277,18 +319,19 @@ def _positive(to_bits):
 @emulated_by(_positive(_packed(_bits_f16)))
 @intrinsic
 def pack_positive_f16(typingctx, low, high):
-    """``pack_f16`` with 0 for what is below 0: ``cvt.rn.relu.f16x2.f32``."""
+    """Return max(low, 0) and max(high, 0) as ``pack_f16`` does: ``cvt.rn.relu.f16x2.f32``."""
     return _pack(".relu.f16", low, high)
 
 
 @emulated_by(_positive(_packed(_bits_bf16)))
 @intrinsic
 def pack_positive_bf16(typingctx, low, high):
-    """``pack_bf16`` with 0 for what is below 0: ``cvt.rn.relu.bf16x2.f32``."""
+    """Return max(low, 0) and max(high, 0) as ``pack_bf16`` does: ``cvt.rn.relu.bf16x2.f32``."""
     return _pack(".relu.bf16", low, high)
 
 
-# bfloat16 is the upper half of a float32; cvt takes it from sm_90 on only.
+# PTX that unpacks a word. A bfloat16 is the upper half of a float32, and ``cvt`` supports bfloat16
+# from sm_90 on only.
 _UNPACK = {
     "f16": "{.reg .b16 l, h; mov.b32 {l, h}, $2; cvt.f32.f16 $0, l; cvt.f32.f16 $1, h;}",
     "bf16": "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
@@ -296,6 +339,8 @@ _UNPACK = {
 
 
 def _unpacked(to_float):
+    """Return the emulation of the conversion from a word to two float32."""
+
     def emulation(word):
         words = np.atleast_1d(np.asarray(word)).astype(np.uint32)
         low, high = to_float(words[:, None]).T
@@ -309,18 +354,21 @@ def _unpacked(to_float):
 @emulated_by(_unpacked(_float16))
 @intrinsic
 def unpack_f16(typingctx, word):
-    """The two float16 of a uint32, lower half first, as float32: ``cvt.f32.f16``."""
-    return of_registers(_UNPACK["f16"], types.uint32, word, gives=FLOAT2_TUPLE)
+    """Return the two float16 of a uint32 as float32, the lower half first: ``cvt.f32.f16``."""
+    return of_registers(_UNPACK["f16"], types.uint32, word, returns=FLOAT2_TUPLE)
 
 
 @emulated_by(_unpacked(_bfloat16))
 @intrinsic
 def unpack_bf16(typingctx, word):
-    """The two bfloat16 of a uint32, lower half first, as float32: exact, by a shift and a mask."""
-    return of_registers(_UNPACK["bf16"], types.uint32, word, gives=FLOAT2_TUPLE)
+    """Return the two bfloat16 of a uint32 as float32, the lower half first.
+
+    The conversion is exact: a shift and a mask.
+    """
+    return of_registers(_UNPACK["bf16"], types.uint32, word, returns=FLOAT2_TUPLE)
 
 
-# By the name that a dtype's record has for its matrix instruction (``dtypes.DType.matrix``).
+# By the name of a dtype in matrix instructions (``dtypes.DType.matrix``).
 MMA: dict[str | None, Any] = {"f16": mma_f16, "bf16": mma_bf16}
 CONVERSIONS: dict[str | None, tuple[Any, Any]] = {
     "f16": (pack_f16, unpack_f16),

@@ -1,8 +1,9 @@
 """Barriers in shared memory that count arrivals and bytes: ``mbarrier`` (PTX ISA, sm_90).
 
-A barrier is an element of a shared uint64 array. A phase ends when as many threads have arrived as
-``init_mbarrier`` said and as many bytes have been copied as ``expect_bytes`` announced. Threads
-wait for the end of a phase by its parity: 0 of the first, then 1, 0, ...
+A barrier is an element of a shared uint64 array. A phase of the barrier ends when two conditions
+are met: as many threads have arrived as ``init_mbarrier`` was given, and as many bytes have been
+copied as ``expect_bytes`` announced. Threads wait for the end of a phase by its parity: 0 for the
+first phase, then 1, 0, ...
 """
 
 from llvmlite import ir
@@ -17,12 +18,18 @@ from fa_numba.intrinsics.shared import _tile
 @emulated_by(lambda offset, length: emulator.current().mbarrier_tile(offset, length))
 @intrinsic
 def mbarrier_tile(typingctx, offset, length):
-    """``length`` barriers from the 8 bytes ``offset`` of dynamic shared memory on."""
+    """Return a 1-D uint64 array of ``length`` barriers in dynamic shared memory.
+
+    The array begins at byte 8 * ``offset``. ``length`` is a compile-time constant.
+    """
     return _tile(types.uint64, ir.IntType(64), offset, length)
 
 
 def _statement(instruction):
-    """``instruction`` with the address of a barrier as $0 and integers as $1, ..."""
+    """Return the function that types and compiles an instruction for a barrier.
+
+    In the PTX, $0 is the address of barriers[index], and $1, $2, ... are integer arguments.
+    """
 
     def build(typingctx, barriers, index, *values):
         def codegen(context, builder, signature, args):
@@ -40,20 +47,24 @@ def _statement(instruction):
 @emulated_by(lambda *args: emulator.current().init_mbarrier(*args))
 @intrinsic
 def init_mbarrier(typingctx, barriers, index, count):
-    """A barrier for ``count`` arrivals a phase: ``mbarrier.init``."""
+    """Initialise barriers[index] for ``count`` arrivals in each phase: ``mbarrier.init``."""
     return _statement("mbarrier.init.shared::cta.b64 [$0], $1;")(typingctx, barriers, index, count)
 
 
 @emulated_by(lambda barriers, index: emulator.current().arrive_mbarrier(barriers, index))
 @intrinsic
 def arrive_mbarrier(typingctx, barriers, index):
+    """Arrive at barriers[index] without waiting: ``mbarrier.arrive``."""
     return _statement("mbarrier.arrive.shared::cta.b64 _, [$0];")(typingctx, barriers, index)
 
 
 @emulated_by(lambda *args: emulator.current().arrive_mbarrier(*args))
 @intrinsic
 def expect_bytes(typingctx, barriers, index, size):
-    """Arrive, and announce ``size`` bytes: ``mbarrier.arrive.expect_tx``."""
+    """Arrive at barriers[index], and announce ``size`` bytes: ``mbarrier.arrive.expect_tx``.
+
+    The current phase then also waits until copies have delivered these bytes.
+    """
     text = "mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;"
     return _statement(text)(typingctx, barriers, index, size)
 
@@ -61,7 +72,10 @@ def expect_bytes(typingctx, barriers, index, size):
 @emulated_by(lambda *args: emulator.current().wait_mbarrier(*args))
 @intrinsic
 def wait_mbarrier(typingctx, barriers, index, parity):
-    """Wait for the end of the phase of this parity: ``mbarrier.try_wait.parity``."""
+    """Wait for the end of the phase of barriers[index] with this parity.
+
+    The instruction is ``mbarrier.try_wait.parity``, in a loop.
+    """
     text = (
         "{.reg .pred p; WAIT: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1; @!p bra WAIT;}"
     )
@@ -71,4 +85,8 @@ def wait_mbarrier(typingctx, barriers, index, parity):
 @emulated_by(lambda: emulator.current().fence_mbarriers())
 @intrinsic
 def fence_mbarrier_init(typingctx):
+    """Make the barriers that this thread has initialised visible to other threads and copies.
+
+    The instruction is ``fence.mbarrier_init``.
+    """
     return types.void(), statement("fence.mbarrier_init.release.cluster;")

@@ -1,6 +1,7 @@
-"""Shared memory: arrays carved from the dynamic allocation, and 16-byte accesses to them.
+"""Shared memory: arrays in dynamic shared memory, and vector accesses to them.
 
-Dynamic shared memory is the only kind above 48 KB (CUDA C++ Programming Guide, "Shared Memory").
+Only dynamic shared memory may exceed 48 KB (CUDA C++ Programming Guide, "Shared Memory"). Arrays of
+16-bit floats are uint16 arrays that contain the bits of the floats.
 """
 
 from llvmlite import ir
@@ -29,11 +30,14 @@ from fa_numba.intrinsics._build import (
 
 _SYMBOL = "fa_numba_dynamic_shared"
 _FLOATS = {"space": SHARED, "element": types.float32}
-_HALVES = {"space": SHARED, "element": types.uint16}  # bits of 16-bit floats
+_HALVES = {"space": SHARED, "element": types.uint16}
 
 
 def _tile(element, ir_type, offset, length):
-    """A typed 1-D array at element ``offset`` of dynamic shared memory."""
+    """Return signature and code of a 1-D array in dynamic shared memory.
+
+    `offset` and `length` are the Numba types of the first element and of the number of elements.
+    """
     if not (isinstance(offset, types.Integer) and isinstance(length, types.IntegerLiteral)):
         return None
     array_ty = types.Array(element, 1, "C")
@@ -72,9 +76,10 @@ def _tile(element, ir_type, offset, length):
 @emulated_by(lambda offset, length: emulator.current().shared_tile(offset, length, "float32"))
 @intrinsic
 def shared_tile(typingctx, offset, length):
-    """A 1-D float32 array of ``length`` elements at element ``offset`` of dynamic shared memory.
+    """Return a 1-D float32 array of ``length`` elements in dynamic shared memory.
 
-    ``length`` is a compile-time constant, ``offset`` a multiple of 4: 16-byte accesses align.
+    ``offset`` is the first element. It must be a multiple of 4, so that accesses of 16 bytes are
+    aligned. ``length`` is a compile-time constant.
     """
     return _tile(types.float32, F32, offset, length)
 
@@ -82,8 +87,10 @@ def shared_tile(typingctx, offset, length):
 @emulated_by(lambda offset, length: emulator.current().shared_tile(offset, length, "uint16"))
 @intrinsic
 def half_tile(typingctx, offset, length):
-    """A 1-D array of ``length`` 16-bit floats, as their bits in uint16, at element ``offset``, a
-    multiple of 8, of dynamic shared memory.
+    """Return a 1-D uint16 array of ``length`` elements in dynamic shared memory.
+
+    The elements are the bits of 16-bit floats. ``offset`` is the first element, a multiple of 8.
+    ``length`` is a compile-time constant.
     """
     return _tile(types.uint16, ir.IntType(16), offset, length)
 
@@ -91,7 +98,10 @@ def half_tile(typingctx, offset, length):
 @emulated_by(lambda offset, length: emulator.current().shared_tile(offset, length, "uint32"))
 @intrinsic
 def index_tile(typingctx, offset, length):
-    """A 1-D uint32 array of ``length`` elements at element ``offset`` of dynamic shared memory."""
+    """Return a 1-D uint32 array of ``length`` elements in dynamic shared memory.
+
+    ``offset`` is the first element. ``length`` is a compile-time constant.
+    """
     return _tile(types.uint32, I32, offset, length)
 
 
@@ -102,31 +112,40 @@ def _load4(array, index):
 @emulated_by(_load4)
 @intrinsic
 def load4(typingctx, array, index):
-    """Elements index, a multiple of 4, .. index + 3 of floats: ``ld.shared.v4.f32``."""
-    return vector_load(array, index, **_FLOATS, vector=FLOAT4, gives=FLOAT4_TUPLE)
+    """Return the four floats array[index .. index + 3] as a tuple: ``ld.shared.v4.f32``.
+
+    ``array`` is a 1-D shared float32 array. ``index`` must be a multiple of 4.
+    """
+    return vector_load(array, index, **_FLOATS, vector=FLOAT4, returns=FLOAT4_TUPLE)
 
 
 @emulated_by(lambda array, index: array.load(index, 2))
 @intrinsic
 def load_pair(typingctx, array, index):
-    """Elements index, even, and index + 1 of a shared float32 array: ``ld.shared.v2.f32``."""
-    return vector_load(array, index, **_FLOATS, vector=FLOAT2, gives=FLOAT2_TUPLE)
+    """Return the two floats array[index .. index + 1] as a tuple: ``ld.shared.v2.f32``.
+
+    ``array`` is a 1-D shared float32 array. ``index`` must be even.
+    """
+    return vector_load(array, index, **_FLOATS, vector=FLOAT2, returns=FLOAT2_TUPLE)
 
 
 @emulated_by(lambda array, index, x0, x1: array.store(index, (x0, x1)))
 @intrinsic
 def store_pair(typingctx, array, index, x0, x1):
-    """Store two floats at index, index + 1 of a 1-D shared array: ``st.shared.v2.f32``."""
+    """Store two floats to array[index .. index + 1]: ``st.shared.v2.f32``.
+
+    ``array`` is a 1-D shared float32 array. ``index`` must be even.
+    """
     return vector_store(array, index, **_FLOATS, vector=FLOAT2, values=(x0, x1))
 
 
 @emulated_by(lambda array, offset: array.load(offset >> 2, 4))
 @intrinsic
 def load4_at_byte(typingctx, array, offset):
-    """``load4`` of the 16 bytes from byte ``offset`` on, a 64-bit integer and a multiple of 16.
+    """Return the four floats from byte ``offset`` of a 1-D shared float32 array on, as a tuple.
 
-    What is added to the array's address is then the offset itself: an index that changes in a loop
-    takes a shift more.
+    ``offset`` is a 64-bit integer, and a multiple of 16. In a loop, this saves an instruction
+    compared with ``load4``: the offset is added to the array's address without a shift.
     """
     if not is_float32_array(array, 1) or getattr(offset, "bitwidth", 0) != 64:
         return None
@@ -144,30 +163,42 @@ def load4_at_byte(typingctx, array, offset):
 @emulated_by(lambda array, index: words_of(array.load(index, 8)))
 @intrinsic
 def load8(typingctx, array, index):
-    """Elements index .. index + 7 of a 1-D shared 16-bit array as four uint32, pairs with the lower
-    index in the lower half: ``ld.shared.v4.u32``. ``index`` must be a multiple of 8.
+    """Return the 16-bit elements array[index .. index + 7] as four uint32: ``ld.shared.v4.u32``.
+
+    Each uint32 contains two elements, the first in the lower half. ``index`` must be a multiple of
+    8.
     """
-    return vector_load(array, index, **_HALVES, vector=INT4, gives=WORDS)
+    return vector_load(array, index, **_HALVES, vector=INT4, returns=WORDS)
 
 
 @emulated_by(lambda array, index, x0, x1, x2, x3: array.store(index, (x0, x1, x2, x3)))
 @intrinsic
 def store4(typingctx, array, index, x0, x1, x2, x3):
-    """Store four floats at index .. index + 3 of a 1-D shared array: ``st.shared.v4.f32``."""
+    """Store four floats to array[index .. index + 3]: ``st.shared.v4.f32``.
+
+    ``array`` is a 1-D shared float32 array. ``index`` must be a multiple of 4.
+    """
     return vector_store(array, index, **_FLOATS, vector=FLOAT4, values=(x0, x1, x2, x3))
 
 
 @emulated_by(lambda array, index: words_of(array.load(index, 2))[0])
 @intrinsic
 def load2(typingctx, array, index):
-    """Two 16-bit elements from index, even, on, as a uint32: ``ld.shared.u32``."""
-    return vector_load(array, index, **_HALVES, vector=I32, gives=types.uint32)
+    """Return the 16-bit elements array[index .. index + 1] as a uint32: ``ld.shared.u32``.
+
+    The first element is in the lower half. ``index`` must be even.
+    """
+    return vector_load(array, index, **_HALVES, vector=I32, returns=types.uint32)
 
 
 @emulated_by(lambda array, index, pair: array.store(index, (pair & 0xFFFF, pair >> 16)))
 @intrinsic
 def store2(typingctx, array, index, pair):
-    """Store two 16-bit elements, a uint32, from index, even, on: ``st.shared.u32``."""
+    """Store the two 16-bit elements of the uint32 ``pair`` to array[index .. index + 1].
+
+    The lower half is the first element. ``index`` must be even. The instruction is
+    ``st.shared.u32``.
+    """
     if pair != types.uint32:
         return None
     return vector_store(array, index, **_HALVES, vector=I32, values=(pair,))

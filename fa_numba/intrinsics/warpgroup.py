@@ -1,17 +1,21 @@
-"""Products of a warpgroup, four warps side by side: ``wgmma`` (PTX ISA, sm_90a).
+"""Matrix products of a warpgroup, that is, of four neighbouring warps: ``wgmma`` (sm_90a).
 
-C = A B, or C += A B, with C of 64 rows and n columns in float32 registers, and A and B in 16 bits.
-Operands in shared memory lie in panels: 64 columns of 16 bits, 128 bytes a row, one panel behind
-the other, each row's chunks of 16 bytes in the order of the 128-byte swizzle: chunk c of row r at
-c ^ r % 8. Panels begin at multiples of 1024 bytes. Boxes of ``bulk_copy`` come so.
+A product computes C = A B or C += A B. C has 64 rows and n columns, and is in float32 registers. A
+and B are in 16 bits. B is in shared memory, and A is in shared memory or in registers.
 
-A product is on its way when the call returns: nobody may touch C, nor write an operand, before
-``wait_products``. What threads write to shared memory is seen by a product after
+An operand in shared memory is stored in panels. A panel has 64 columns of 16 bits, so that a row
+has 128 bytes. The panels are stored one after the other, and begin at multiples of 1024 bytes. The
+chunks (16 bytes) of a row are permuted by the 128-byte swizzle: chunk c of row r is at chunk c ^ r
+% 8. Boxes that ``bulk_copy`` loads have this layout.
+
+A product is still in progress when the call returns. Until ``wait_products``, no thread may access
+C or write an operand. Writes of threads to shared memory are visible to a product only after
 ``fence_async_proxy`` and a barrier.
 
-Thread t of a warpgroup has of C, as of S in the other units, rows 16 w + g and 16 w + g + 8 with
-w = t // 32 and g = t % 32 // 4, and of each 8 columns 2 (t % 4) and the next. Registers 0 to
-n/4 - 1 are the first row's, n/4 to n/2 - 1 the second's (PTX ISA, "Register Fragments").
+C is distributed over the threads like S in the unit "mma". Thread t of a warpgroup has the rows 16
+w + g and 16 w + g + 8 of C, with w = t // 32 and g = t % 32 // 4. Of each 8 columns, it has the
+columns 2 (t % 4) and 2 (t % 4) + 1. Registers 0 to n/4 - 1 contain the first row, and registers n/4
+to n/2 - 1 the second row (PTX ISA, "Register Fragments").
 """
 
 from collections.abc import Sequence
@@ -26,23 +30,28 @@ from fa_numba.intrinsics._build import F32, I32, emulated_by, is_half_array, ptx
 from fa_numba.intrinsics.matrix import NUMBERS
 
 I64 = ir.IntType(64)
-STEP = 16  # of the summed dimension, an instruction
-PANEL = 64  # columns
+STEP = 16  # elements of the summed dimension in one instruction
+PANEL = 64  # columns of a panel
 ROW_BYTES = 2 * PANEL
-_GROUP_BYTES = 8 * ROW_BYTES  # eight rows: what the swizzle repeats after
-_SWIZZLE_128 = 1 << 62
+_GROUP_BYTES = 8 * ROW_BYTES  # bytes of eight rows, after which the swizzle pattern repeats
+_SWIZZLE_128 = 1 << 62  # the bit of a descriptor for the 128-byte swizzle
 
 
 def literals(*given):
-    """The values of compile-time constants; None if one is no constant."""
+    """Return the values of compile-time constants, given by their Numba types.
+
+    Return None if one of them is not a constant.
+    """
     if all(isinstance(ty, types.IntegerLiteral) for ty in given):
         return [ty.literal_value for ty in given]
     return None
 
 
 def _descriptor(builder, address, leading):
-    """An operand at a shared address (PTX ISA, "Matrix descriptor"): ``leading`` bytes lie between
-    its panels where the instruction's step crosses them.
+    """Return the descriptor of an operand at an address of shared memory (an int64 value).
+
+    `leading` is the number of bytes from one panel to the next, for steps of the instruction that
+    cross panels (PTX ISA, "Matrix descriptor").
     """
     low = builder.and_(builder.lshr(address, I32(4)), I32(0x3FFF))
     fixed = (leading >> 4) << 16 | (_GROUP_BYTES >> 4) << 32 | _SWIZZLE_128
@@ -50,23 +59,33 @@ def _descriptor(builder, address, leading):
 
 
 def _step(k: int, rows: int, across: bool) -> int:
-    """What step k adds to a descriptor: along a row, or down the rows of a panel."""
+    """Return the number to add to an operand's descriptor for step k of the sum.
+
+    A step moves along the rows of a panel, or down its rows if `across` is set. `rows` is the
+    number of rows of a panel.
+    """
     if across:
         return k * STEP * ROW_BYTES >> 4
     return (k * STEP // PANEL * rows * ROW_BYTES + k * STEP % PANEL * 2) >> 4
 
 
 def _places(n: int) -> list[int]:
-    """The instruction's registers as places in the array of C."""
+    """Return for each register of the instruction its index in the array of C."""
     return [e // 2 % 2 * (n // 4) + 2 * (e // 4) + e % 2 for e in range(n // 2)]
 
 
 def _listed(first: int, count: int) -> str:
+    """Return a list of `count` operands of PTX, such as "{$0, $1}", from number `first` on."""
     return "{" + ", ".join(f"${first + e}" for e in range(count)) + "}"
 
 
 def _call(context, builder, rC, C, n, adds, inputs, text):
-    """The instructions of a product: ``text(first)`` gives them for inputs from ``$first`` on."""
+    """Insert the instructions of a product into the code.
+
+    `rC` is the Numba type of the array of C, and `C` its value. `inputs` are the operands of the
+    PTX after the registers of C. ``text(first)`` yields the instructions, in which the inputs begin
+    at operand `first`.
+    """
     data = context.make_array(rC)(context, builder, C).data
     places = [builder.gep(data, [I32(place)]) for place in _places(n)]
     M = len(places)
@@ -77,19 +96,33 @@ def _call(context, builder, rC, C, n, adds, inputs, text):
 
 
 def _replaced(builder, code, places, given, tied):
-    """What PTX that the warpgroup comes to together gives, to the elements at ``places``."""
-    made = ptx(builder, code, given, [F32] * len(places), tied=tied, meets=True)
+    """Insert PTX that all threads of a warpgroup execute together, and store its results.
+
+    The results are stored at the pointers `places`. `given` and `tied` are described in
+    `_build.ptx`.
+    """
+    made = ptx(builder, code, given, [F32] * len(places), tied=tied, convergent=True)
     for value, place in zip(made, places, strict=True):
         builder.store(value, place)
 
 
 def _instruction(kind: str, n: int, a: str, across: Sequence[int], adds: bool) -> str:
+    """Return the PTX of one step of a product. `a` is the operand A.
+
+    `across` says for each operand in shared memory whether it is stored transposed. `adds` says
+    whether the step adds to C.
+    """
     shape = f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{kind}.{kind}"
     modes = ", ".join(map(str, (int(adds), 1, 1, *across)))
     return f"{shape} {_listed(0, n // 2)}, {a}, b, {modes};"
 
 
 def _of_shared(kind):
+    """Return the function that types and compiles a product with both operands in shared memory.
+
+    `kind` is "f16" or "bf16".
+    """
+
     def build(typingctx, rC, n, sA, a, rows_a, across_a, sB, b, rows_b, across_b, steps, adds):
         found = literals(n, rows_a, across_a, rows_b, across_b, steps, adds)
         if found is None or not (is_half_array(sA, 1) and is_half_array(sB, 1)):
@@ -118,6 +151,8 @@ def _of_shared(kind):
 
 
 def _emulation(kind):
+    """Return the emulation of a product with both operands in shared memory."""
+
     def emulation(rC, n, sA, a, rows_a, across_a, sB, b, rows_b, across_b, steps, adds):
         A, B = (sA, a, rows_a, across_a), (sB, b, rows_b, across_b)
         emulator.current().multiply(NUMBERS[kind], rC, n, A, B, steps, adds)
@@ -126,6 +161,8 @@ def _emulation(kind):
 
 
 def _emulation_of_registers(kind):
+    """Return the emulation of a product with A in registers."""
+
     def emulation(rC, n, rA, a, sB, b, rows_b, across_b, steps, adds):
         B = (sB, b, rows_b, across_b)
         emulator.current().multiply(NUMBERS[kind], rC, n, (rA, a), B, steps, adds)
@@ -136,12 +173,17 @@ def _emulation_of_registers(kind):
 @emulated_by(_emulation("f16"))
 @intrinsic
 def multiply_f16(typingctx, rC, n, sA, a, rows_a, across_a, sB, b, rows_b, across_b, steps, adds):
-    """Begin C = A B, or with ``adds`` C += A B, over 16 ``steps`` summed elements, in float16.
+    """Start C = A B, or C += A B if ``adds`` is 1, with A and B in float16.
 
-    A is 64 x 16 steps from element ``a`` of the shared array ``sA`` on, in panels of ``rows_a``
-    rows; B is n x 16 steps, each column of B a row of memory, in panels of ``rows_b``. Where
-    ``across`` is 1 the rows of memory run across the sum: A's, or B's, transpose lies there. All
-    but ``a`` and ``b`` are compile-time constants; n is a multiple of 8 up to 256.
+    The sum has 16 * ``steps`` terms. C is in the local float32 array ``rC``, and n, the number of
+    its columns, is a multiple of 8 up to 256.
+
+    A: (64, 16 * steps) begins at element ``a`` of the shared array ``sA``, in panels of ``rows_a``
+    rows. B is stored as (n, 16 * steps): a row of memory contains a column of B. It begins at
+    element ``b`` of ``sB``, in panels of ``rows_b`` rows. If ``across_a`` (or ``across_b``) is 1,
+    the operand is stored transposed: a row of memory contains elements of one term of the sum.
+
+    All arguments except rC, sA, a, sB and b are compile-time constants.
     """
     given = (rC, n, sA, a, rows_a, across_a, sB, b, rows_b, across_b, steps, adds)
     return _of_shared("f16")(typingctx, *given)
@@ -150,12 +192,17 @@ def multiply_f16(typingctx, rC, n, sA, a, rows_a, across_a, sB, b, rows_b, acros
 @emulated_by(_emulation("bf16"))
 @intrinsic
 def multiply_bf16(typingctx, rC, n, sA, a, rows_a, across_a, sB, b, rows_b, across_b, steps, adds):
-    """``multiply_f16`` with A and B bfloat16."""
+    """Start C = A B, or C += A B if ``adds`` is 1, with A and B in bfloat16.
+
+    The arguments are those of ``multiply_f16``.
+    """
     given = (rC, n, sA, a, rows_a, across_a, sB, b, rows_b, across_b, steps, adds)
     return _of_shared("bf16")(typingctx, *given)
 
 
 def _of_registers(kind):
+    """Return the function that types and compiles a product with A in registers."""
+
     def build(typingctx, rC, n, rA, a, sB, b, rows_b, across_b, steps, adds):
         found = literals(n, a, rows_b, across_b, steps, adds)
         if found is None or not is_half_array(sB, 1):
@@ -170,7 +217,8 @@ def _of_registers(kind):
 
         def codegen(context, builder, signature, args):
             data = context.make_array(rA)(context, builder, args[2]).data
-            # Words of the first row, then of the second: pairs of columns 8 j + 2 (t % 4).
+            # rA contains the words of the first row, then those of the second row. A word is a pair
+            # of columns, from column 8 j + 2 (t % 4) on.
             order = [e % 2 * (2 * K) + 2 * k + e // 2 for k in range(K) for e in range(4)]
             words = [builder.load(builder.gep(data, [I32(FIRST + place)])) for place in order]
             B = shared_address(context, builder, sB, args[4], args[5], b)
@@ -185,8 +233,11 @@ def _of_registers(kind):
 @emulated_by(_emulation_of_registers("f16"))
 @intrinsic
 def multiply_registers_f16(typingctx, rC, n, rA, a, sB, b, rows_b, across_b, steps, adds):
-    """``multiply_f16`` with A in registers: ``rA`` has from ``a`` on 4 steps words of two
-    neighbours each, as ``pack_f16`` makes them, in the order of C's registers.
+    """Start C = A B, or C += A B if ``adds`` is 1, with A in registers, in float16.
+
+    A is in the local array ``rA``: 4 * steps words (uint32) from element ``a`` on, a compile-time
+    constant. Each word contains two neighbours of a row, as ``pack_f16`` returns them. The words
+    are in the order of C's registers. The other arguments are those of ``multiply_f16``.
     """
     return _of_registers("f16")(typingctx, rC, n, rA, a, sB, b, rows_b, across_b, steps, adds)
 
@@ -194,16 +245,21 @@ def multiply_registers_f16(typingctx, rC, n, rA, a, sB, b, rows_b, across_b, ste
 @emulated_by(_emulation_of_registers("bf16"))
 @intrinsic
 def multiply_registers_bf16(typingctx, rC, n, rA, a, sB, b, rows_b, across_b, steps, adds):
-    """``multiply_registers_f16`` with A and B bfloat16, as ``pack_bf16`` makes them."""
+    """Start C = A B, or C += A B if ``adds`` is 1, with A in registers, in bfloat16.
+
+    The words of ``rA`` are as ``pack_bf16`` returns them. The arguments are those of
+    ``multiply_registers_f16``.
+    """
     return _of_registers("bf16")(typingctx, rC, n, rA, a, sB, b, rows_b, across_b, steps, adds)
 
 
 @emulated_by(lambda rC, count, pending: emulator.current().wait_products(rC, count, pending))
 @intrinsic
 def wait_products(typingctx, rC, count, pending):
-    """Wait until at most the last ``pending`` products are on their way: ``wgmma.wait_group``.
+    """Wait until at most the last ``pending`` products are in progress: ``wgmma.wait_group``.
 
-    Afterwards the ``count`` registers of ``rC``, the result of one of those that ended, are there.
+    Afterwards, the ``count`` registers of ``rC`` may be accessed. ``rC`` must be the result of a
+    product that has ended. ``count`` and ``pending`` are compile-time constants.
     """
     found = literals(count, pending)
     if found is None:
@@ -212,7 +268,7 @@ def wait_products(typingctx, rC, count, pending):
     def codegen(context, builder, signature, args):
         data = context.make_array(rC)(context, builder, args[0]).data
         places = [builder.gep(data, [I32(e)]) for e in range(found[0])]
-        # The registers go through it, so that nobody reads them before.
+        # The registers are operands of the PTX, so that the compiler cannot read them earlier.
         code, given = f"wgmma.wait_group.sync.aligned {found[1]};", map(builder.load, places)
         _replaced(builder, code, places, list(given), len(places))
 
@@ -220,13 +276,15 @@ def wait_products(typingctx, rC, count, pending):
 
 
 def _registers(verb):
+    """Return the function that types and compiles ``setmaxnreg``; `verb` is "inc" or "dec"."""
+
     def build(typingctx, count):
         found = literals(count)
         if found is None:
             return None
 
         def codegen(context, builder, signature, args):
-            ptx(builder, f"setmaxnreg.{verb}.sync.aligned.u32 {found[0]};", meets=True)
+            ptx(builder, f"setmaxnreg.{verb}.sync.aligned.u32 {found[0]};", convergent=True)
 
         return types.void(count), codegen
 
@@ -236,8 +294,10 @@ def _registers(verb):
 @emulated_by(lambda count: emulator.current().set_registers(count, "take_registers"))
 @intrinsic
 def take_registers(typingctx, count):
-    """Give every thread of this warpgroup ``count`` registers: ``setmaxnreg.inc``. It waits for
-    others to give some up; a multiple of 8 from 24 to 256.
+    """Raise the registers of each thread of this warpgroup to ``count``: ``setmaxnreg.inc``.
+
+    The call waits until other warpgroups have given up enough registers. ``count`` is a multiple of
+    8 from 24 to 256.
     """
     return _registers("inc")(typingctx, count)
 
@@ -245,11 +305,14 @@ def take_registers(typingctx, count):
 @emulated_by(lambda count: emulator.current().set_registers(count, "give_registers"))
 @intrinsic
 def give_registers(typingctx, count):
-    """Keep ``count`` registers a thread of this warpgroup, give up others: ``setmaxnreg.dec``."""
+    """Reduce the registers of each thread of this warpgroup to ``count``: ``setmaxnreg.dec``.
+
+    ``count`` is a multiple of 8 from 24 to 256.
+    """
     return _registers("dec")(typingctx, count)
 
 
-# By the name that a dtype's record has for its matrix instruction (``dtypes.DType.matrix``).
+# By the name of a dtype in matrix instructions (``dtypes.DType.matrix``).
 MULTIPLY: dict[str | None, Any] = {"f16": multiply_f16, "bf16": multiply_bf16}
 MULTIPLY_REGISTERS: dict[str | None, Any] = {
     "f16": multiply_registers_f16,

@@ -208,7 +208,7 @@ CASES = {
     "log2": (arithmetic, "X"),
     "maximum": (arithmetic, "XX"),
     "inverse_power": (arithmetic, "x"),
-    "anew": (arithmetic, "w"),
+    "opaque": (arithmetic, "w"),
     "larger_halves": (halfwords, "uuU"),
     "pack_f16": (matrix, "XX"),
     "pack_bf16": (matrix, "XX"),

@@ -187,8 +187,10 @@ def test_another_meaning_is_noticed(name, old, new, monkeypatch):
     assert "the fault is in no text" not in str(caught.value)
 
 
-ORDERED = [(name, lost) for name in ("load_box", "wait_mbarrier") for lost in ("memory", "stays")]
-ORDERED += [(name, "meets") for name in ("sync_named", "give_registers")]
+ORDERED = [
+    (name, lost) for name in ("load_box", "wait_mbarrier") for lost in ("memory", "side_effect")
+]
+ORDERED += [(name, "convergent") for name in ("sync_named", "give_registers")]
 ORDERED += [(name, "memory") for name in ("sync_named", "arrive_named", "give_registers")]
 
 

@@ -6,7 +6,7 @@ draws makes the bits of two others, and nothing is drawn twice.
 """
 
 from fa_numba.device import cuda, device_function, uint32
-from fa_numba.intrinsics.arithmetic import anew
+from fa_numba.intrinsics.arithmetic import opaque
 from fa_numba.intrinsics.halfwords import larger_halves
 from fa_numba.intrinsics.mbarrier import arrive_mbarrier
 from fa_numba.intrinsics.shared import index_tile
@@ -54,7 +54,7 @@ def make_draw_tile(spec):
                     first = uint32(first + uint32(low << uint32(4 * n)))
                     second = uint32(second + uint32(high << uint32(4 * n)))
                 # Anew: no register is kept for the place while others are needed.
-                own = anew(uint32(cuda.threadIdx.x))
+                own = opaque(uint32(cuda.threadIdx.x))
                 lane = uint32(own % uint32(32))
                 place = uint32(slot.stage * (WORDS * THREADS) + 2 * (own - lane) + lane)
                 shared.sB[uint32(place + THREADS * word)] = first

@@ -6,7 +6,7 @@ from functools import cache
 
 from fa_numba.device import cuda, float32, int32, int64, uint32
 from fa_numba.dtypes import DTYPES
-from fa_numba.intrinsics.arithmetic import LOG2E, NEG_INF, anew
+from fa_numba.intrinsics.arithmetic import LOG2E, NEG_INF, opaque
 from fa_numba.intrinsics.matrix import CONVERSIONS
 from fa_numba.intrinsics.mbarrier import arrive_mbarrier, mbarrier_tile
 from fa_numba.intrinsics.shared import half_tile, index_tile, load8, shared_tile
@@ -294,7 +294,7 @@ def make_row_dots(spec):
     def row_dots(shared, stage, columns):
         _, sdO, sL = shared.slots
         at_rows, at = uint32(stage * NO), uint32(stage * (2 * Br) + Br)
-        r, rows = uint32(uint32(cuda.threadIdx.x) - WARP), anew(uint32(Br))
+        r, rows = uint32(uint32(cuda.threadIdx.x) - WARP), opaque(uint32(Br))
         while r < rows:
             dot, col = float32(0.0), uint32(0)
             if dlse:

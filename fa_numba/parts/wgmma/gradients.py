@@ -6,7 +6,7 @@ from functools import cache
 
 from fa_numba.device import cuda, device_function, float32, int32, int64, uint32
 from fa_numba.dtypes import DTYPES
-from fa_numba.intrinsics.arithmetic import LOG2E, NEG_INF, anew, exp2, maximum
+from fa_numba.intrinsics.arithmetic import LOG2E, NEG_INF, exp2, maximum, opaque
 from fa_numba.intrinsics.bulk_copy import (
     add_box,
     add_bulk,
@@ -570,7 +570,7 @@ def make_add_dq(spec):
             wait_boxes_read()
         sync_group(w)  # the last part has been read
         # Anew: no registers are kept for the places all through the loop.
-        own_thread = anew(uint32(uint32(cuda.threadIdx.x) - GROUP))
+        own_thread = opaque(uint32(uint32(cuda.threadIdx.x) - GROUP))
         quad = uint32(own_thread // 4)
         row, col = uint32(quad % 32 // 8 * 16 + quad % 8), uint32(own_thread % 4)
         own = uint32(BOXES * BOX * uint32(own_thread // GROUP))
@@ -627,7 +627,7 @@ def make_copy_dq(spec):
             wait_boxes_read()
         cuda.syncwarp()  # the last part has been read
         # Anew: no registers are kept for the places all through the loop.
-        within = anew(uint32(uint32(cuda.threadIdx.x) % uint32(GROUP)))
+        within = opaque(uint32(uint32(cuda.threadIdx.x) % uint32(GROUP)))
         lane, warp = uint32(within % 32), uint32(within // 32)
         own = uint32(PART * uint32(4 * thread.w + warp))
         group, tile0 = uint32(row0 // uint32(FRAGMENT_ROWS) + warp), uint32(OF_PANEL * thread.w)

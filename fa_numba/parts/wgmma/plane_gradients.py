@@ -7,7 +7,7 @@ from functools import cache
 
 from fa_numba.device import cuda, float32, uint32
 from fa_numba.integers import ceil_div
-from fa_numba.intrinsics.arithmetic import ONE, anew, inverse_power, maximum
+from fa_numba.intrinsics.arithmetic import ONE, inverse_power, maximum, opaque
 from fa_numba.intrinsics.bulk_copy import fence_async_proxy
 from fa_numba.intrinsics.shared import load4, shared_tile, store2
 from fa_numba.intrinsics.warpgroup import STEP
@@ -234,7 +234,7 @@ def make_add_own_dq(spec):
     def add_own_dq(rdQ, A, row0, col0, unit, head):
         Ah = query_rows(A, head)
         # Anew: no registers are kept for the places all through the loop.
-        within = anew(uint32(uint32(cuda.threadIdx.x) % uint32(GROUP)))
+        within = opaque(uint32(uint32(cuda.threadIdx.x) % uint32(GROUP)))
         lane, warp = uint32(within % 32), uint32(within // 32)
         first, col = uint32(row0 + FRAGMENT_ROWS * warp + lane // 4), uint32(col0 + 2 * (lane % 4))
         for i in range(2):
