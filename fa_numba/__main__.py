@@ -1,4 +1,4 @@
-"""The command line, python -m fa_numba: trace, plan."""
+"""The command line ``python -m fa_numba``, with the commands ``trace`` and ``plan``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COMMANDS = (trace, plan)
 
 
 def _has_experiments() -> bool:
-    """Return whether `python -m experiments` would run this checkout's experiments."""
+    """Return whether `python -m experiments` would run the experiments of this source tree."""
     found = importlib.util.find_spec("experiments")
     checkout = Path(__file__).resolve().parents[1]
     return found is not None and Path(found.origin or "").is_relative_to(checkout)
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _command(arguments: Sequence[str] | None) -> int:
-    """Run one command and return its exit status; see ``main``."""
+    """Run one command and return its exit status, as ``main`` does, but without ``ended``."""
     parser = _parser()
     args = parser.parse_args(arguments)
     if args.command is None:

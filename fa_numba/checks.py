@@ -1,7 +1,8 @@
-"""Checks of the values that callers give, each with its message.
+"""Checks of the values that callers pass.
 
-A function gives the value as it is computed with, a Python number or tuple, or raises a TypeError
-or ValueError that names the argument, its value and what is allowed.
+A function ``as_...`` returns the value in the form that later steps use, such as a Python number or
+a tuple. A function ``check_...`` returns nothing. Both raise TypeError or ValueError for a wrong
+value. The message names the argument, its value and the allowed values.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-UNBOUNDED = 2**29  # a side of a window that hides nothing, and the longest sequence with a window
+# A side of a window that hides nothing, and the longest sequence with a window.
+UNBOUNDED = 2**29
 
 # Axes of q, k, v and the results by the layout that a call names.
 LAYOUTS = {
@@ -26,7 +28,7 @@ PACKED_AXES = ("seqlen", "heads", "head_dim")
 
 
 def kind_of(value: Any) -> str:
-    """The type of a value that is none of those allowed, in words: "a list", "an int"."""
+    """Return the type of a value in words, such as "a list" or "an int", for error messages."""
     name = type(value).__name__
     if value is None:
         return "None"
@@ -40,20 +42,21 @@ def one_of(values: Iterable[Any]) -> str:
 
 
 def nearest(text: str, names: Iterable[str]) -> str:
-    """Return the name nearest to ``text``, or "" if none is near."""
+    """Return the name that is most similar to ``text``, or "" if no name is similar."""
     return next(iter(difflib.get_close_matches(text, list(names), 1)), "")
 
 
 def did_you_mean(text: str, names: Iterable[str]) -> str:
-    """Return "; did you mean 'causal'?" for the name nearest to ``text``, or "" if none is near."""
+    """Return a suggestion such as "; did you mean 'causal'?", or "" if no name is similar."""
     near = nearest(text, names)
     return f"; did you mean {near!r}?" if near else ""
 
 
 def check_unmasked(name: str, value: Any, instead: str = "") -> None:
-    """Raise TypeError for a NumPy masked array, or for a sequence with one: NumPy drops the mask.
+    """Raise TypeError for a NumPy masked array, or for a sequence that contains a masked array.
 
-    The message calls the value ``name`` and ends with ``instead``, what else to do.
+    NumPy would drop the mask. The message calls the value ``name``, and ends with the advice
+    ``instead``.
     """
     parts = value if isinstance(value, (list, tuple)) else ()
     if any(isinstance(x, np.ma.MaskedArray) for x in (value, *parts)):
@@ -65,7 +68,10 @@ def check_unmasked(name: str, value: Any, instead: str = "") -> None:
 
 
 def as_real(name: str, value: Any, dtype: Any = np.float64) -> np.ndarray:
-    """`value` as an array of `dtype`; a TypeError that calls it `name` unless numbers are real."""
+    """Return `value` as an array of `dtype`.
+
+    Raise TypeError unless the elements are real numbers. The message calls the value `name`.
+    """
     check_unmasked(name, value)
     array = np.asarray(value)
     if array.dtype.kind in "cmMSU":
@@ -102,7 +108,7 @@ def check_name(name: str, value: Any, allowed: Sequence[str]) -> None:
 
 
 def check_alone(mask_shape: Sequence[int], bias: Any) -> None:
-    """Raise ValueError for an ``attn_mask`` beside a ``bias``."""
+    """Raise ValueError if there is a ``bias`` in addition to an ``attn_mask``."""
     if bias is not None:
         raise ValueError(
             "attn_mask and bias cannot both be given; pass their sum as bias (for a bool mask, add "
@@ -114,9 +120,10 @@ MOST_BLOCKS = 2**31 - 1, 65535, 65535  # thread blocks along the axes of a grid
 
 
 def check_grid_size(name: str, size: int, axis: int = 1) -> None:
-    """Raise ValueError if an axis of a grid has fewer thread blocks than ``size`` at most.
+    """Raise ValueError if ``size`` exceeds the number of thread blocks along an axis of a grid.
 
-    The second and the third axis (``axis`` 1 and 2) have fewer thread blocks than the first axis.
+    The limit for ``axis`` 0 is 2**31 - 1, and the limit for ``axis`` 1 and 2 is 65535. ``name`` is
+    what ``size`` counts, for the message.
     """
     most = MOST_BLOCKS[axis]
     if size > most:
@@ -128,7 +135,10 @@ _MOST_SPLITS = {"kv_splits": MAX_KV_SPLITS}
 
 
 def as_splits(name: str, value: Any) -> int | str:
-    """`value` as an int from 1 to its most, or "auto"; else an error that calls it `name`."""
+    """Return a number of splits as an int of at least 1, or "auto".
+
+    ``name`` is the argument, such as "kv_splits". Raise TypeError or ValueError for other values.
+    """
     if isinstance(value, str) and value == "auto":
         return value
     most = _MOST_SPLITS.get(name)
@@ -145,7 +155,10 @@ def as_splits(name: str, value: Any) -> int | str:
 
 
 def as_precision(value: Any, allowed: Sequence[str], dtype: str) -> str:
-    """`value` as the name of a precision, "ieee" alone for what is not float32."""
+    """Return `value` if it is the name of a precision that is allowed for `dtype`.
+
+    Raise ValueError for other values. Only "ieee" is allowed for dtypes other than float32.
+    """
     check_name("precision", value, allowed)
     if value != "ieee" and dtype != "float32":
         raise ValueError(
@@ -156,14 +169,17 @@ def as_precision(value: Any, allowed: Sequence[str], dtype: str) -> str:
 
 
 def as_flag(name: str, value: Any) -> bool:
-    """`value` as a bool, of Python or NumPy; else a TypeError that calls it `name`."""
+    """Return a bool of Python or NumPy as a Python bool. Raise TypeError for other values."""
     if not isinstance(value, (bool, np.bool_)):
         raise TypeError(f"{name} must be True or False, got {value!r}")
     return bool(value)
 
 
 def as_shape(name: str, value: Any) -> tuple[int, ...]:
-    """`value` as the shape of an array that is called `name`, or a TypeError."""
+    """Return `value`, the shape of the array `name`, as a tuple of int.
+
+    Raise TypeError unless `value` is a sequence of integers.
+    """
     try:
         if isinstance(value, str):
             raise TypeError
@@ -187,9 +203,9 @@ def as_scale(value: Any, head_dim: int) -> float:
     if value is None:
         return 1.0 / math.sqrt(head_dim)
     scale = _real("scale", value, "a finite real number or None")
-    # The kernels multiply by scale log2(e), in float32.
+    # The kernels multiply by scale * log2(e) in float32.
     largest = float(np.finfo(np.float32).max) / math.log2(math.e)
-    if not abs(scale) <= largest:  # negated, so that NaN is refused
+    if not abs(scale) <= largest:  # True for NaN too
         raise ValueError(
             f"scale must be a finite number of magnitude at most {largest:.3g} (the kernels "
             f"compute in float32) or None, got {value!r}"
@@ -203,7 +219,11 @@ def as_scale(value: Any, head_dim: int) -> float:
 
 
 def as_sizes(name: str, shape: Any, axes: Sequence[str]) -> tuple[int, ...]:
-    """Return `shape` as a tuple of sizes, one for each of `axes`, or raise a clear error."""
+    """Return `shape` as a tuple of sizes, one size for each of `axes`.
+
+    Raise TypeError or ValueError unless each size is an integer of at least 1. The message calls
+    the array `name`.
+    """
     if getattr(shape, "ndim", 1) != 1:  # an array
         raise TypeError(
             f"{name} must be a shape of {len(axes)} integers, ({', '.join(axes)}), got an array of "
@@ -229,7 +249,7 @@ def as_sizes(name: str, shape: Any, axes: Sequence[str]) -> tuple[int, ...]:
 
 
 def other_layout(axes: Sequence[str]) -> str:
-    """Return the end of a message about shapes: when to pass the other layout."""
+    """Return the end of a message about a shape: advice to pass the other layout, or ""."""
     for name, other in (("bhnd", "bnhd"), ("bnhd", "bhnd")):
         if axes == LAYOUTS[name]:
             return f"; if the axes are ({', '.join(LAYOUTS[other])}), pass layout={other!r}"
@@ -286,7 +306,7 @@ def as_softcap(value: Any) -> float | None:
     softcap = _real("softcap", value, "a positive number, or None or 0 for no cap")
     if softcap == 0:
         return None
-    # Within these bounds scale / softcap and softcap log2(e) are float32.
+    # Within these limits, scale / softcap and softcap * log2(e) are finite in float32.
     if not 1e-30 <= softcap <= 1e30:
         raise ValueError(
             f"softcap must be a number from 1e-30 to 1e30, or None or 0 for no cap, got {value!r}"
@@ -301,20 +321,23 @@ def as_dropout(value: Any) -> float:
     probability = _real("dropout_p", value, allowed)
     if not 0.0 <= probability < 1.0:
         raise ValueError(f"dropout_p must be {allowed}, got {value!r}")
-    return min(round(probability * 2**16), 2**16 - 1) / 2**16  # what 16 random bits can be below
+    return min(round(probability * 2**16), 2**16 - 1) / 2**16  # dropout compares 16 bits
 
 
 def check_shape(name: str, shape: Sequence[int], *allowed: tuple[int, ...], of: str = "") -> None:
-    """Raise ValueError unless the array ``name`` has an ``allowed`` shape, which ``of`` explains.
+    """Raise ValueError unless ``shape``, the shape of the array ``name``, is among ``allowed``.
 
-    ``of`` follows the shapes in the message, such as " (the shape of O)".
+    ``of`` explains the allowed shapes in the message, such as " (the shape of O)".
     """
     if tuple(shape) not in allowed:
         raise ValueError(f"{name} must have shape {one_of(allowed)}{of}, got {tuple(shape)}")
 
 
 def check_heads(batch: int, heads: int, slopes: Any = None, sinks: Any = None) -> None:
-    """Raise ValueError for shapes of ``alibi_slopes`` and ``sinks`` that do not fit the heads."""
+    """Raise ValueError unless the shapes of ``alibi_slopes`` and ``sinks`` fit the query heads.
+
+    ``slopes`` and ``sinks`` are the shapes, or None.
+    """
     if slopes is not None:
         check_shape("alibi_slopes", slopes, (heads,), (batch, heads))
     if sinks is not None:
@@ -324,7 +347,11 @@ def check_heads(batch: int, heads: int, slopes: Any = None, sinks: Any = None) -
 def as_lengths(
     name: str, value: Any, batch: int, longest: int, of: str = "the sequence length"
 ) -> tuple[int, ...]:
-    """One length for each batch entry, 0 to ``longest``, which is called ``of``."""
+    """Return the lengths in the argument ``name`` as a tuple of int, one for each batch entry.
+
+    Raise TypeError or ValueError unless all lengths are integers from 0 to ``longest``. The message
+    calls this limit ``of``.
+    """
     lengths = _integers(name, value)
     check_shape(name, lengths.shape, (batch,), of=PER_ENTRY)
     outside = lengths[(lengths < 0) | (lengths > longest)]
@@ -336,11 +363,15 @@ def as_lengths(
 
 
 PER_ENTRY = " (one value per batch entry)"  # after a shape in a message
-PAGE_SIZES = range(16, 257, 16)  # rows a page: those of a load of 16 rows lie in one
+# Allowed numbers of rows per page. Kernels load 16 rows at a time, which are in one page.
+PAGE_SIZES = range(16, 257, 16)
 
 
 def as_page_size(value: int, shape: tuple[int, ...], name: str = "k") -> int:
-    """The rows of a page, from the shape of the pages of k, which are called ``name``."""
+    """Return ``value``, the number of rows of a page. Raise ValueError if it is not allowed.
+
+    ``shape`` is the shape of the pages of k, and ``name`` is the argument that contains them.
+    """
     if value not in PAGE_SIZES:
         raise ValueError(
             f"{name} must have a number of rows per page that is a multiple of 16 from 16 to 256, "
@@ -350,7 +381,10 @@ def as_page_size(value: int, shape: tuple[int, ...], name: str = "k") -> int:
 
 
 def as_table_shape(value: Any, batch: int) -> tuple[int, int]:
-    """The shape of a block table: a row of page numbers for each of ``batch`` sequences."""
+    """Return the shape of a block table, (batch, pages per sequence).
+
+    Raise TypeError or ValueError for other shapes.
+    """
     shape = as_shape("block_table", value)
     if len(shape) != 2 or shape[0] != batch or shape[1] < 1:
         raise ValueError(
@@ -361,9 +395,10 @@ def as_table_shape(value: Any, batch: int) -> tuple[int, int]:
 
 
 def check_table(table: np.ndarray, kv_lens: Any, pages: int, page_size: int) -> None:
-    """Raise ValueError unless the first ``kv_lens`` rows of each sequence lie in pages there are.
+    """Raise ValueError unless the table has a valid page for every key of every sequence.
 
-    What the table holds after them is not looked at.
+    ``kv_lens`` are the numbers of keys. A valid page number is from 0 to ``pages`` - 1. Entries of
+    the table after the last key of a sequence are not checked.
     """
     lengths = np.array(table_lengths(kv_lens, table.shape, page_size))
     used = np.arange(table.shape[1]) * page_size < lengths[:, None]
@@ -384,8 +419,10 @@ def _no_page(table: np.ndarray, b: int, n: int, pages: int, name: str, why: str)
 def check_appended(
     table: np.ndarray, kv_lens: Sequence[int], new_lens: Sequence[int], pages: int, page_size: int
 ) -> None:
-    """Raise ValueError unless ``new_lens`` rows after the first ``kv_lens`` have pages, and no page
-    takes rows of two sequences, or of two places of one.
+    """Raise ValueError unless the table has pages for the new rows of each sequence.
+
+    Sequence b gets ``new_lens[b]`` new rows after its first ``kv_lens[b]`` rows. A page that gets
+    new rows must be in the table only once.
     """
     begin, end = np.array(kv_lens), np.add(kv_lens, new_lens)
     most = table.shape[1] * page_size
@@ -396,7 +433,7 @@ def check_appended(
             f"of {page_size} rows in block_table), got {begin[b]} + {new_lens[b]} for batch entry "
             f"{b}"
         )
-    owners: dict[int, tuple[int, int]] = {}  # where the table has the page
+    owners: dict[int, tuple[int, int]] = {}  # position of each page in the table
     for b in np.flatnonzero(end > begin).tolist():
         for n in range(begin[b] // page_size, -(-end[b] // page_size)):
             page = int(table[b, n])
@@ -413,14 +450,21 @@ def check_appended(
 
 
 def table_lengths(value: Any, shape: tuple[int, ...], page_size: int) -> tuple[int, ...]:
-    """The keys of each sequence, which its row of a block table of this shape has pages for."""
+    """Return ``kv_lens`` as a tuple of int, one for each sequence.
+
+    Raise an error for a sequence that has more keys than the pages in its row of the block table
+    have rows. ``shape`` is the shape of the block table.
+    """
     batch, each = shape
     rows = f"{each} pages of {page_size} rows in block_table"
     return as_lengths("kv_lens", value, batch, each * page_size, rows)
 
 
 def as_table(value: Any) -> np.ndarray:
-    """A block table on the host, in the integers of the kernels; its values are not looked at."""
+    """Return a block table on the host as an int32 array.
+
+    Raise TypeError or ValueError unless the values are integers that fit into 32 bits.
+    """
     table = _integers("block_table", value)
     limits = np.iinfo(np.int32)
     wrong = table[(table < limits.min) | (table > limits.max)]
@@ -442,7 +486,11 @@ def _integers(name: str, value: Any) -> np.ndarray:
 
 
 def packed_lengths(name: str, value: Any, of: str, total: int) -> tuple[int, ...]:
-    """The lengths between the cumulative ones, which lead from 0 to ``total``."""
+    """Return the lengths of packed sequences from their cumulative lengths.
+
+    Raise TypeError or ValueError unless the cumulative lengths begin with 0, never decrease and end
+    with ``total``. ``name`` is the argument, and ``of`` is the array that has ``total`` rows.
+    """
     starts = _integers(name, value)
     if starts.ndim != 1 or len(starts) < 2:
         raise ValueError(
@@ -466,7 +514,10 @@ def packed_lengths(name: str, value: Any, of: str, total: int) -> tuple[int, ...
 
 
 def added_shape(name: str, value: Any, whole: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of an array that is added to the scores, of shape `whole`, with four axes."""
+    """Return the shape of an array that is added to the scores, extended to four axes.
+
+    Raise TypeError or ValueError unless it broadcasts to `whole`, the shape of the scores.
+    """
     shape = as_shape(name, value)
     full = (1,) * (4 - len(shape)) + shape
     if len(shape) > 4 or any(n not in (1, m) for n, m in zip(full, whole, strict=True)):

@@ -1,4 +1,4 @@
-"""The dropout mask: which elements of P are kept, by seed, offset and index of the element."""
+"""The dropout mask: which elements of P are kept, computed from seed, offset and indices."""
 
 from __future__ import annotations
 

@@ -1,38 +1,34 @@
-"""The dtypes of q, k, v and the results: one record each, with all that a dtype decides."""
+"""The dtypes of arrays and the precisions of products, each as a record with its properties."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-CHUNK_BYTES = 16  # of the widest access to memory, and of one asynchronous copy
+CHUNK_BYTES = 16  # bytes of the widest memory access of a thread
 
 
 @dataclass(frozen=True)
 class DType:
-    """A floating-point type of arrays in memory; sums are in float32 whatever it is.
-
-    ``bytes`` are those of an element. ``host`` is the NumPy dtype in which kernels see the arrays:
-    itself, or an unsigned integer of as many bits for a type that Numba does not compute with.
-    ``nan`` is a NaN's value as ``host``. ``matrix`` is the type's name in a tensor core's
-    instruction, as PTX has it, or None where its products are computed on CUDA cores.
-    """
+    """A type of array elements. Kernels compute sums in float32 for all types."""
 
     name: str
-    bytes: int
+    bytes: int  # size of an element
+    # NumPy dtype in which kernels see the array: "uint16" for 16-bit floats, which Numba cannot
+    # compute with.
     host: str
-    nan: float | int
-    matrix: str | None = None
+    nan: float | int  # the value of ``host`` that stands for NaN; 0 if there is none
+    matrix: str | None = None  # PTX name of the type in tensor-core instructions, or None
 
     @property
     def chunk(self) -> int:
-        """Elements in 16 bytes."""
+        """Number of elements in 16 bytes."""
         return CHUNK_BYTES // self.bytes
 
     @property
     def sums_in_place(self) -> bool:
-        """Whether an output can hold a float32 sum between two passes over it.
+        """Whether an output of this dtype can store float32 sums between two passes.
 
-        Where it cannot, the sum is in memory beside the output and rounded into it at the end.
+        If not, the sum is stored in another float32 array, and rounded to the output at the end.
         """
         return self.host == "float32"
 
@@ -49,15 +45,16 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Precision:
-    """How products of float32 matrices are computed: an element is the sum of so many ``planes`` of
-    ``dtype``, the first of them the nearest to it and each other to what is left. Plane i times
-    plane j is computed where i + j < ``planes``. ``scaled``: planes have less range than float32,
-    so that a power of two goes before them.
+    """A way to compute products of float32 matrices.
+
+    Each element is split into a sum of ``planes`` numbers of ``dtype``. The first number is the
+    element rounded to ``dtype``. Each further number is the remaining difference, rounded to
+    ``dtype``. The product of plane i and plane j is computed if i + j < ``planes``.
     """
 
-    planes: int
+    planes: int  # 1 means that matrices are not split
     dtype: str
-    scaled: bool = False
+    scaled: bool = False  # elements are first multiplied by a power of two to fit the range
 
 
 PRECISIONS = {
@@ -66,8 +63,8 @@ PRECISIONS = {
     "bf16x6": Precision(3, "bfloat16"),
     "bf16x3": Precision(2, "bfloat16"),
 }
-# Of arrays beside them: block tables, lengths that stay on the device, what functions capture.
-INDEX = DType("int32", 4, "int32", 0)
-FLAG = DType("bool", 1, "uint8", 0)
-STATE = DType("uint8", 1, "uint8", 0)  # of a block of a mask
+# Types of other arrays.
+INDEX = DType("int32", 4, "int32", 0)  # block tables, lengths on a GPU, and captured arrays
+FLAG = DType("bool", 1, "uint8", 0)  # captured arrays
+STATE = DType("uint8", 1, "uint8", 0)  # states of the blocks of a block mask
 STORED = DTYPES | {x.name: x for x in (INDEX, FLAG, STATE)}

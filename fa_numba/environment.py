@@ -1,4 +1,4 @@
-"""What a bug report needs: versions, driver, GPU, units and the folder of compiled kernels."""
+"""Functions that show the versions, devices and settings for a bug report."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _unit(dtype: str) -> str:
 
 
 def _cache() -> str:
-    """Return the folder of compiled kernels, and say if it cannot be written."""
+    """Return the folder of compiled kernels as text, with a remark if it cannot be written."""
     where = kernel_cache.directory()
     if where is None:
         return f"none: {kernel_cache.VARIABLE} is empty, or there is no home"

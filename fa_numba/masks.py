@@ -1,44 +1,55 @@
-"""Masks, biases and dropout, each a plain function of (row, column).
+"""Masks, distances and random bits as plain functions of a row and a column.
 
-One definition serves the kernels, the emulator and the reference: the functions take integers
-(also inside a compiled kernel) or integer NumPy arrays that broadcast against each other.
-`diagonal` is seqlen_k - seqlen_q, the valid ones: row i is aligned to column i + diagonal.
+The kernels, the emulator and the reference use these functions. The arguments are integers (also
+inside a compiled kernel), or integer NumPy arrays that broadcast against each other. `diagonal` is
+the number of valid columns minus the number of valid rows. Column i + diagonal is the diagonal
+column of row i.
 """
 
 import numpy as np
 
 
 def visible_causal(row, col, diagonal):
-    """Whether query `row` sees key `col` under the causal mask, aligned to the bottom right.
+    """Return whether row `row` sees column `col` under the causal mask.
 
-    The last query sees every key, and where `diagonal` is negative the first -diagonal queries see
-    none.
+    The mask is aligned to the bottom right: the last row sees every column. If `diagonal` is
+    negative, the first -diagonal rows see no column.
     """
     return col <= row + diagonal
 
 
 def visible_window(row, col, diagonal, left, right):
-    """Whether key `col` is at most `left` before and `right` after the diagonal key of `row`."""
+    """Return whether row `row` sees column `col` in a window.
+
+    A row sees its diagonal column, `left` columns before it, and `right` columns after it.
+    """
     return (col >= row + diagonal - left) & (col <= row + diagonal + right)
 
 
 def distance(row, col, diagonal):
-    """Keys between `col` and the diagonal key of `row`: ALiBi adds -slope times it (2108.12409)."""
+    """Return the distance between column `col` and the diagonal column of row `row`.
+
+    ALiBi subtracts slope times this distance from the score (arXiv 2108.12409).
+    """
     return abs(row + diagonal - col)
 
 
 def numeric_mask(mask):
-    """A mask as float32 to add to scores: 0 where True, -inf where False; numbers as they are."""
+    """Return the float32 array that a NumPy mask adds to the scores.
+
+    A bool mask becomes 0 for True and -inf for False. A mask of numbers keeps its values.
+    """
     if mask.dtype == bool:
         return np.where(mask, np.float32(0), np.float32(-np.inf))
     return np.asarray(mask, np.float32)
 
 
 def make_philox(uint32, uint64, rounds=7):
-    """Philox4x32 (Salmon et al., SC 2011) with these casts, of Numba or NumPy. Of 7 rounds, the
-    fewest that pass BigCrush there.
+    """Return the random number generator Philox4x32 (Salmon et al., SC 2011).
 
-    ``philox(c0, c1, c2, c3, k0, k1)`` gives four 32-bit words for a counter and a key.
+    ``philox(c0, c1, c2, c3, k0, k1)`` returns four random 32-bit words for a counter of four words
+    and a key of two words. ``uint32`` and ``uint64`` are the casts of Numba or of NumPy. The paper
+    finds that 7 rounds are the fewest that pass the test suite BigCrush.
     """
 
     def philox(c0, c1, c2, c3, k0, k1):
@@ -58,10 +69,10 @@ def make_philox(uint32, uint64, rounds=7):
     return philox
 
 
-# A draw has 16 bits for each of eight elements: of rows r and r + 8 of 16, of columns c, c + 8,
-# c + 16 and c + 24 of 32, which one thread has of a matrix instruction's results. They are the
-# halves, the lower first, of the words of the counter ((col // 32) * 8 + col % 8,
-# (row // 16) * 8 + row % 8, (batch << 16) + head, offset), keyed by the seed: those of row r, then
-# those of row r + 8.
+# One call of philox (a draw) gives 16 random bits for each of eight elements: rows r and r + 8 of
+# 16 rows, and columns c, c + 8, c + 16 and c + 24 of 32 columns. A thread has these elements in the
+# results of a matrix instruction. The counter is ((col // 32) * 8 + col % 8, (row // 16) * 8 +
+# row % 8, (batch << 16) + head, offset), and the key is the seed. The 16-bit halves of the words,
+# the lower half first, belong to the four columns of row r, and then to those of row r + 8.
 APART = 8  # rows, and columns, of a draw
 DRAW_ROWS, DRAW_COLUMNS = 2, 4

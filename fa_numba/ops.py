@@ -1135,7 +1135,7 @@ def flash_attention_2_backward(
 
 
 class BackwardArguments(AttentionOptions, total=False):
-    """The keyword arguments that ``attention_backward`` passes on to the algorithm's function."""
+    """Keyword arguments that ``attention_backward`` passes to the function of the algorithm."""
 
     dlse: Array | None
     return_dbias: bool

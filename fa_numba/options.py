@@ -701,7 +701,7 @@ class Features:
         cls, problem: Problem, *, splits: bool, dbias: bool, dcaptured: Mod | None, dlse: bool,
         scaled_dout: bool,
     ) -> Features:  # fmt: skip
-        """Return the features of ``problem``, together with these features of the call."""
+        """Return the features of ``problem`` and of a call with these flags."""
         on: dict[str, Any] = {name: feature.on(problem) for name, feature in FEATURES.items()}
         of_problem = cls(**on)
         return replace(
@@ -783,7 +783,7 @@ class Features:
 
     @property
     def crowds(self) -> bool:
-        """Whether an option needs registers during all of the loops."""
+        """Whether an option needs registers of a thread throughout all loops of the kernel."""
         beside: dict[str, Any] = dict.fromkeys(
             ("causal", "dropout", "splits", "dlse", "sinks", "scaled_dout"), False
         )

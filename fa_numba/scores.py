@@ -1,15 +1,15 @@
-"""What the options of a call make of S and P, in NumPy, one query head at a time.
+"""The scores S of a call with all options, and dropout, in NumPy, one query head at a time.
 
-The reference is built on this, and so are the tests' estimates of rounding errors. `checked_call`
-checks q, k, v and the options, as a caller gives them, and makes a `Call` of them:
+`reference.py` and the tests' estimates of rounding errors use this module. `checked_call` checks
+q, k, v and the options, and returns a `Call`:
 
-    call.heads()    every query head, and where its matrices lie in the arrays of the call
-    call.scores()   S of some of its rows, with softcap, the caller's functions, ALiBi, bias and
-                    masks, and its derivative
-    call.dropout()  what dropout multiplies these rows of P by
+    call.heads()    every query head, and the indices of its matrices in the arrays of the call
+    call.scores()   S of some rows of a head, with softcap, the caller's functions, ALiBi, bias and
+                    masks; and the derivative of S
+    call.dropout()  the factors by which dropout multiplies these rows of P
 
-An option that changes S or P is written here, and nowhere else in the reference. No kernel is
-imported, and of a function of the caller's every element is computed by itself
+Every option that changes S or P is implemented here, and nowhere else in the reference. This module
+imports no kernel. The caller's functions are evaluated for each element separately
 (`mods/evaluating.py`).
 """
 
@@ -32,23 +32,23 @@ from .options import as_word, check_names
 from .problem import UNBOUNDED, BlockSizes, Problem, check_block_mask, check_blocks
 
 Array = NDArray[Any]
-_STEP = 1e-5  # of a difference quotient, in float64
+_STEP = 1e-5  # step of difference quotients in float64
 
 
 @dataclass(frozen=True)
 class Head:
-    """One query head of one batch entry: its valid lengths, and where its matrices lie.
+    """One query head of one batch entry: its valid lengths, and the indices of its matrices.
 
-    The last three are indices: `array[head.q]` is the head's matrix in an array of the call.
+    For example, `array[head.q]` is the head's matrix (Nq, d) in an array of the call.
     """
 
-    entry: int  # the batch entry; of packed sequences the number of the sequence
-    number: int  # the query head
-    Nq: int
-    Nk: int
-    q: tuple  # of Q, O, dO and dQ: (Nq, d)
-    k: tuple  # of K, V, dK and dV: (Nk, d)
-    lse: tuple  # of L: (Nq,)
+    entry: int  # number of the batch entry, or of the packed sequence
+    number: int  # number of the query head
+    Nq: int  # number of valid rows
+    Nk: int  # number of valid columns
+    q: tuple  # index of the head in Q, O, dO and dQ: (Nq, d)
+    k: tuple  # index of the head in K, V, dK and dV: (Nk, d)
+    lse: tuple  # index of the head in L: (Nq,)
 
 
 @dataclass(frozen=True)
@@ -56,21 +56,25 @@ class Call:
     """A checked call: its problem, and the options that are arrays or random."""
 
     problem: Problem
-    dtype: np.dtype  # of every array here and of every result
+    dtype: np.dtype  # dtype of the arrays and results
     bias: Array | None  # (B, Hq, Nq, Nk), as a view
     slopes: Array | None  # (B, Hq)
     sinks: Array | None  # (Hq,)
     block_mask: Array | None  # (B, Hq, Tr, Tc), as a view
-    Br: int  # of the block mask
-    Bc: int
+    Br: int  # rows of a block of the block mask
+    Bc: int  # columns of a block of the block mask
     seed: int  # of dropout
-    offset: int
-    mods: dict[str, FunctionType] = field(default_factory=dict)  # functions of the caller's
-    # The float32 arrays that score_mod captures, in float64, by its names for them
+    offset: int  # of dropout
+    mods: dict[str, FunctionType] = field(default_factory=dict)  # the caller's functions, by option
+    # The float32 arrays that score_mod captures, as float64 arrays, by their names in score_mod.
     captured: dict[str, Array] = field(default_factory=dict)
 
     def heads(self) -> Iterator[Head]:
-        """Query heads of every batch entry, but those without a row, or a column and a sink."""
+        """Yield the query heads of every batch entry.
+
+        Heads of a batch entry without valid rows are left out. Heads without valid columns are left
+        out too, unless there are sinks.
+        """
         problem = self.problem
         row = column = 0
         for b in range(problem.batch):
@@ -92,12 +96,13 @@ class Call:
     def scores(
         self, head: Head, Qi: Array, K: Array, row: int, sloped: bool = True
     ) -> tuple[Array, Array | float]:
-        """S of the rows Qi of Q, the first of which is `row`, and its derivative by scale Qi K^T.
+        """Return S of some rows of a head, and the derivative of S with respect to scale Qi K^T.
 
-        If not `sloped`, the derivative leaves out the factor of score_mod, which takes long.
+        Qi (rows, d) are rows of Q, and `row` is the number of the first one. K is (Nk, d). Without
+        `sloped`, the derivative does not contain the factor of score_mod, which takes long.
 
-        S = score_mod(softcap tanh(scale Qi K^T / softcap)) - slope distance + bias, -inf where
-        hidden.
+        S = score_mod(softcap tanh(scale Qi K^T / softcap)) - slope distance + bias. Elements that
+        a mask hides are -inf.
         """
         b, h = head.entry, head.number
         rows, columns = np.arange(row, row + len(Qi))[:, None], np.arange(head.Nk)[None, :]
@@ -116,7 +121,10 @@ class Call:
         return S, derivative
 
     def _capped(self, Qi: Array, K: Array) -> tuple[Array, Array | float]:
-        """softcap tanh(scale Qi K^T / softcap), what score_mod is given, and its derivative."""
+        """Return softcap tanh(scale Qi K^T / softcap), and its derivative by scale Qi K^T.
+
+        The first result is the argument of score_mod.
+        """
         S = self.dtype.type(self.problem.scale) * (Qi @ K.T)
         if self.problem.softcap is None:
             return S, 1.0
@@ -127,9 +135,12 @@ class Call:
     def captured_slopes(
         self, head: Head, Qi: Array, K: Array, row: int, places: Array, shift: float = 0.0
     ) -> list[tuple[str, tuple, tuple[int, int], float]]:
-        """Of a score at each of ``places`` (in Qi and K) the derivative by each element of what
-        score_mod captures that it reads there: the array's name, the element, the place and the
-        derivative, a central difference in float64. The score is ``shift`` more.
+        """Return the derivatives of scores with respect to elements of captured arrays.
+
+        ``places`` (n, 2) contains pairs (row of Qi, row of K). For each place and each element that
+        score_mod reads there, the result has a tuple: the name of the array, the index of the
+        element, the place, and the derivative. Derivatives are central differences in float64.
+        ``shift`` is added to the score before score_mod is called.
         """
         S = self._capped(Qi, K)[0].astype(np.float64) + shift
         read: dict[tuple[str, tuple], None] = {}
@@ -152,7 +163,11 @@ class Call:
         return found
 
     def _of_each(self, name: str, dtype: DTypeLike, head: Head, *args: Array) -> Array:
-        """A function of the caller's, of each element by itself: of a score, a row and a column."""
+        """Call the caller's function ``name`` for each element, and return an array of ``dtype``.
+
+        ``args`` are arrays that broadcast: (scores, rows, columns), or (rows, columns) for a
+        mask_mod.
+        """
         function, b, h = self.mods[name], head.entry, head.number
 
         def of_place(i: int, j: int) -> Any:
@@ -166,9 +181,9 @@ class Call:
             return np.vectorize(of_one, otypes=[dtype])(*args)
 
     def _slope(self, S: Array, head: Head, rows: Array, columns: Array) -> Array:
-        """The derivative of score_mod: the caller's, or a central difference in float64."""
+        """Return the derivative of score_mod by score_mod_grad, or as a central difference."""
         exact = S.astype(np.float64)
-        step = np.maximum(_STEP, 1e-10 * abs(exact))  # of huge ones what float64 can tell apart
+        step = np.maximum(_STEP, 1e-10 * abs(exact))  # large enough for float64 if scores are huge
         if "score_mod_grad" in self.mods:
             own = self._of_each("score_mod_grad", np.float64, head, exact, rows, columns)
             return own.astype(self.dtype)
@@ -176,11 +191,14 @@ class Call:
         below, above = (
             self._of_each("score_mod", np.float64, head, end, rows, columns) for end in ends
         )
-        with np.errstate(invalid="ignore"):  # of -inf
+        with np.errstate(invalid="ignore"):  # scores of -inf
             return ((above - below) / (ends[1] - ends[0])).astype(self.dtype)
 
     def _masks(self, head: Head, rows: Array, columns: Array, diagonal: int) -> Iterator[Array]:
-        """Which columns each row sees, (rows, columns), by each mask that the call has."""
+        """Yield a bool array for each mask of the call, True where a row sees a column.
+
+        The arrays broadcast to (rows, columns).
+        """
         problem = self.problem
         if problem.causal:
             yield visible_causal(rows, columns, diagonal)
@@ -193,11 +211,15 @@ class Call:
             yield self.block_mask[head.entry, head.number][rows // self.Br, columns // self.Bc]
 
     def sink(self, head: Head) -> Any:
-        """The logit that each row of a head has beside its scores, or None."""
+        """Return the sink of a head, which takes part in the softmax sum of each row, or None."""
         return None if self.sinks is None else self.sinks[head.number]
 
     def dropout(self, head: Head, rows: slice) -> Array | float:
-        """What dropout multiplies these rows of P by, (rows, Nk): 1 / (1 - p), or 0."""
+        """Return the factors by which dropout multiplies rows of P.
+
+        The result has the shape (rows, Nk). A factor is 1 / (1 - p) or 0. Without dropout, the
+        result is 1.0.
+        """
         p = self.problem.dropout_p
         if p == 0.0:
             return 1.0
@@ -213,9 +235,10 @@ def checked_call(
     alibi_slopes: Any = None, sinks: Any = None, block_mask: Any = None, seed: int | None = None,
     offset: int | None = None, **options: Any,
 ) -> tuple[Call, Array, Array, Array]:  # fmt: skip
-    """The call, and q, k and v in its dtype.
+    """Check the arguments, and return the call together with q, k and v as arrays of ``dtype``.
 
-    Raises TypeError or ValueError with an argument's name, its value and what is allowed.
+    Raises TypeError or ValueError for wrong arguments. The message names the argument, its value
+    and what is allowed.
     """
     check_names(options)
     made = block_mask if isinstance(block_mask, BlockMask) else None
@@ -267,7 +290,10 @@ def checked_call(
 
 
 def _doubled(option: str, function: Any) -> FunctionType:
-    """A caller's function that finds Python's numbers, by which scores stay in float64."""
+    """Return a caller's function for evaluation in float64.
+
+    The values that it captures are replaced by Python numbers and by arrays of Python numbers.
+    """
     values = captured(option, function).values
     numbers = {name: x.item() for name, x in values if isinstance(x, np.generic)}
     arrays = {name: x.astype(object) for name, x in _arrays(option, function)}
@@ -281,7 +307,7 @@ def _captured_floats(score_mod: Any) -> dict[str, Array]:
 
 
 def _arrays(option: str, function: Any) -> Iterator[tuple[str, Array]]:
-    """The arrays that a function captures, by name; in float64 those of float32."""
+    """Yield the arrays that a function captures, with their names. float32 becomes float64."""
     for name, value in captured(option, function).values:
         if is_array(value) and np.ndim(value):
             check_unmasked(f"{name} in {option}", value)
@@ -290,7 +316,12 @@ def _arrays(option: str, function: Any) -> Iterator[tuple[str, Array]]:
 
 
 class _Read:
-    """An array that notes which of its elements are ``read``, and adds a ``step`` to some."""
+    """A captured array that notes which elements a function reads, and can change an element.
+
+    ``read`` collects the elements, as keys (name, index). ``step`` maps an element to a number that
+    is added to its value. ``outer`` are the indices of the first axes, if the array is a part of
+    another array.
+    """
 
     def __init__(self, name: str, array: Array, read: dict, step: dict, outer: tuple = ()) -> None:
         self.name, self.array, self.read, self.step, self.outer = name, array, read, step, outer
@@ -315,7 +346,7 @@ class _Read:
 def _blocks(
     problem: Problem, block_mask: ArrayLike | None, tiles: BlockSizes | None
 ) -> tuple[Array | None, int, int]:
-    """The block mask for every head, and its block sizes."""
+    """Return the block mask broadcast to all heads, or None, and the block sizes Br and Bc."""
     if block_mask is None:
         return None, 1, 1
     if tiles is None:
@@ -330,9 +361,9 @@ def _blocks(
 
 
 def add_bias_gradient(dbias: Array, head: Head, rows: slice, dS: Array) -> None:
-    """Add dS of these rows, and of all columns, to where a dbias of four axes has them.
+    """Add dS of some rows of a head to dbias, the gradient of the bias.
 
-    Along an axis where dbias is 1 long it takes the sum.
+    dS is (rows, Nk). dbias has four axes. Along axes of dbias with length 1, dS is summed.
     """
     part = dbias[head.entry if len(dbias) > 1 else 0, head.number if dbias.shape[1] > 1 else 0]
     if len(part) > 1:

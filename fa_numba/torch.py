@@ -1,4 +1,4 @@
-"""Attention for torch, with gradients: both passes of fa_numba as one differentiable function."""
+"""Attention for torch with gradients: differentiable functions that call the passes of fa_numba."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _Function = TypeVar("_Function", bound=Callable)
 
 
 def _untraced(function: _Function) -> _Function:
-    """Return ``function`` with a break in torch.compile's graph at each call of it."""
+    """Return ``function`` in a form that torch.compile does not trace: a call breaks the graph."""
     disabled: list[Callable] = []
 
     @functools.wraps(function)
@@ -248,10 +248,11 @@ def _held(
     learnt: dict[str, torch.Tensor],
     others: list[torch.Tensor],
 ) -> Any:
-    """Return a caller's function with the values that it uses now, for the backward pass too.
+    """Return a copy of a caller's function that keeps the values that the function captures now.
 
-    Among the tensors that it uses, those of a ``score_mod`` that require a gradient are added to
-    ``learnt``, and the others to ``others``.
+    The backward pass calls this copy. If gradients are ``wanted``, captured tensors of a
+    ``score_mod`` that require a gradient are added to ``learnt``. All other captured tensors are
+    added to ``others``. Raises ValueError if a tensor in another function requires a gradient.
     """
     mod, values = mods.captured(option, function)
     for name, value in values:
@@ -272,7 +273,10 @@ def _held(
 
 
 def _bias_of(mask: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Return what ``attn_mask`` adds to the scores; it is differentiable in a mask of numbers."""
+    """Return the float tensor that ``attn_mask`` adds to the scores.
+
+    The result is differentiable with respect to a mask of numbers.
+    """
     check_alone(mask.shape, bias)
     kind = str(mask.dtype).removeprefix("torch.")
     check_dtype("attn_mask", kind, "torch", MASKS)
@@ -320,10 +324,10 @@ def _check_backward(
 
 
 class _Once(torch.autograd.Function):
-    """The gradients ``computed(*tensors)``, which cannot be differentiated again.
+    """A function that returns the gradients ``computed(*tensors)``, for use in a backward pass.
 
-    torch's ``once_differentiable`` is not used: it treats these gradients as constants, without an
-    error, if the gradient of O requires no gradient.
+    An attempt to differentiate these gradients raises RuntimeError. torch's ``once_differentiable``
+    would treat them as constants, without an error, if the gradient of O requires no gradient.
     """
 
     @staticmethod
@@ -340,7 +344,7 @@ class _Once(torch.autograd.Function):
 
 
 class _Attention(torch.autograd.Function):
-    """(O, L) of q, k, v, bias, slopes and sinks, as a function that torch differentiates.
+    """The differentiable function that maps q, k, v, bias, slopes and sinks to (O, L).
 
     ``common`` are options of both passes, ``ahead`` those of the forward pass, and ``own`` those of
     the backward pass. ``captured`` are the tensors that ``score_mod`` uses, and ``names`` are
@@ -448,7 +452,10 @@ def merge(
 
 
 class _Merge(torch.autograd.Function):
-    """(O, L) of ``tensors``, which are the outputs followed by the same number of lses."""
+    """The differentiable function that merges results over parts of the keys to (O, L).
+
+    Its ``tensors`` are the outputs of the parts, followed by the logsumexps of the parts.
+    """
 
     @staticmethod
     def forward(ctx, layout, parts, *tensors):
@@ -616,7 +623,10 @@ def ring_attention(
 
 
 class _RingAttention(torch.autograd.Function):
-    """(O, L) of this rank's rows in the call ``ring``; ``agreement`` compares the arguments."""
+    """The differentiable function that maps this rank's q, k, v and sinks to (O, L) of its rows.
+
+    ``ring`` describes the call, and ``agreement`` compares the arguments of all ranks.
+    """
 
     @staticmethod
     def forward(ctx, q, k, v, sinks, ring, agreement):
