@@ -1,8 +1,8 @@
 """Shows how the tile size changes accesses and runtime (FlashAttention-1 paper, Fig. 2 middle).
 
 A tile has Br rows and Bc columns. Both loop orders run with several values of Br and of Bc, in fp32
-and fp16. The sizes are the paper's, and head dimensions from 32 to 256 with equally many elements.
-Each point has accesses, L2 and DRAM bytes, and a runtime.
+and fp16. They run at the paper's sizes, and at head dimensions from 32 to 256 with batch sizes that
+keep the number of elements equal. Each point has accesses, L2 and DRAM bytes, and a runtime.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -99,7 +99,10 @@ def counted(quick: bool) -> list[Setting]:
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
-    """Yield accesses by closed forms and counted; on a GPU also times, L2 bytes and DRAM bytes."""
+    """Yield accesses, both computed by closed forms and counted on the emulator.
+
+    On a GPU, also yield times, L2 bytes and DRAM bytes.
+    """
     head_dims = (HEAD_DIM,) if options.quick else HEAD_DIMS
     problems = [setting(d, dtype) for dtype in UNITS for d in head_dims]
     tiles = {problem: wanted(problem, options.quick) for problem in problems}

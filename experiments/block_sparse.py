@@ -113,8 +113,8 @@ def block_mask(seqlen: int, size: int, share: int) -> np.ndarray:
 class Case:
     """A call of a series, with a block mask or without.
 
-    `share` is the percentage of blocks that the mask keeps; None means no mask. A block has `size`
-    rows and `size` columns, and so has a tile.
+    `share` is the percentage of blocks that the mask keeps; None means no mask. Blocks and tiles
+    have `size` rows and `size` columns.
     """
 
     series: str
@@ -138,7 +138,10 @@ class Case:
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
-    """Yield accesses by closed forms and counted; on a GPU also times, over the share of blocks."""
+    """Yield accesses, both computed by closed forms and counted on the emulator.
+
+    On a GPU, also yield times. All numbers are over the share of computed blocks.
+    """
     N, shares = (QUICK_SEQLEN, QUICK_SHARES) if options.quick else (SEQLEN, SHARES)
     cases = [
         Case(series, setting(N, dtype), share, SIZE)
@@ -183,9 +186,10 @@ def _count(case: Case, inputs: Inputs) -> Iterator[Row]:
 
 
 def _run(case: Case, pass_: str, arrays: Sequence[Any]) -> Callable[..., Any]:
-    """Return a function that computes O, or for other passes dq, dk and dv, and returns them.
+    """Return a function that runs the call of a case once.
 
-    The forward pass computes the logsumexp too, as a training step does.
+    The function returns O for the pass "fwd", and (dq, dk, dv) for the pass "fwd+bwd". In both
+    passes, the logsumexp is computed too.
     """
     if pass_ == "fwd":
         forward = call(case.series, case.problem, *arrays[:3], return_lse=True, **case.given)

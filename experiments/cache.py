@@ -238,7 +238,7 @@ def sizes_of(places: dict[str, float]) -> dict[int, float]:
 
 
 def fitting_size(sizes: dict[int, float], bytes_: float) -> tuple[int, int] | None:
-    """Return the neighbouring sizes of L2 between which the model gives a number of bytes.
+    """Return the neighbouring sizes of L2 between which the model gives `bytes_` DRAM bytes.
 
     `sizes` maps sizes in MiB to the model's bytes. The result is (smaller size, larger size), or
     None if there are no such sizes.

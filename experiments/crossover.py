@@ -101,9 +101,9 @@ Curves = dict[str, dict[int, float]]
 def gains(rows: Sequence[Row], source: str = "measured") -> dict[Case, Curves]:
     """Return how much faster fused attention is, as {case: {fused series: {N: ratio}}}.
 
-    A ratio is the time of unfused attention (see OVER) over the time of the fused series. With the
-    source "model", it is the ratio of their bytes. A case is (dtype, head dimension, batch x heads,
-    pass).
+    A ratio is the time of unfused attention (see OVER) divided by the time of the fused series.
+    With the source "model", bytes are divided instead of times. A case is (dtype, head dimension,
+    batch x heads, pass).
     """
     metric = "traffic" if source == "model" else "time"
 

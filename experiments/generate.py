@@ -74,7 +74,7 @@ def words(characters: Any) -> str:
 
 
 def prompts(text: np.ndarray, sequences: int, length: int) -> np.ndarray:
-    """Return arrays of characters in which the text is to be generated: (sequences, length).
+    """Return an array of characters, shape (sequences, length), into which text will be generated.
 
     The first PROMPT characters of each sequence are taken from `text`. The other characters are 0.
     """

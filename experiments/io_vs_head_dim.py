@@ -45,7 +45,10 @@ def settings(problem: Problem) -> list[Setting]:
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
-    """Yield accesses by closed forms and counted; on a GPU also L2 and DRAM bytes."""
+    """Yield accesses, both computed by closed forms and counted on the emulator.
+
+    On a GPU, also yield L2 and DRAM bytes.
+    """
     head_dims = HEAD_DIMS[: 3 if options.quick else None]
     problems = [one_head(SEQLEN, d) for d in head_dims] + [one_head(N, OF_N) for N in SEQLENS]
     for problem in dict.fromkeys(problems):

@@ -45,7 +45,10 @@ def at(problem: Problem) -> list[Setting]:
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
-    """Yield accesses by closed forms and counted; on a GPU also L2 and DRAM bytes."""
+    """Yield accesses, both computed by closed forms and counted on the emulator.
+
+    On a GPU, also yield L2 and DRAM bytes.
+    """
     lengths = MODEL_SEQLENS[: 6 if options.quick else None]
     cases = options.grid(one_head, lengths, HEAD_DIMS)
     for problem in bench.track(cases, "closed forms"):

@@ -109,7 +109,10 @@ def at(problem: Problem, M: int, pass_: str = "fwd") -> list[Setting]:
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
-    """Yield accesses by closed forms and counted, and bounds; on a GPU also L2 and DRAM bytes."""
+    """Yield accesses, both computed by closed forms and counted on the emulator, and the bounds.
+
+    On a GPU, also yield L2 and DRAM bytes.
+    """
     for M in [1 << n for n in MODEL_EXPONENTS]:
         for pass_ in BOUNDS:
             yield from _closed_forms(one_head(SEQLEN, HEAD_DIM), M, pass_)

@@ -363,7 +363,7 @@ def table(rows: Sequence[Row], causal: bool = False) -> tables.Table | None:
 
 
 def ablation(rows: Sequence[Row]) -> tables.Table | None:
-    """Return the table of what computing products during the softmax gains on Hopper.
+    """Return the table of the gain on Hopper by matrix products that run during the softmax.
 
     Return None unless both speeds were measured.
     """

@@ -171,9 +171,9 @@ def configurations(
 ) -> list[variants.Variant]:
     """Return the steps that have kernels on the unit `on`, for one problem and pass.
 
-    A step that makes the same call as an earlier step is a copy, and follows that step. Before the
-    last step, FA-2 has FA-1's tiles. On Hopper ("wgmma") registers hold fewer columns of FA-1.
-    There FA-1 runs with its own tiles first, and then with FA-2's tiles.
+    If a step makes the same call as another step, it is a copy of that step and follows it. Before
+    the last step, FA-2 has FA-1's tiles. In the forward pass on "wgmma", FA-1 runs with its own
+    tiles first, and then with FA-2's tiles.
     """
     fa1, fa2, at_fa1 = (series_of(step, on) for step in ("fa1", "fa2", "fa2-fa1-tiles"))
     k_outer, q_outer = (plan(series, problem, passes=passes).tiles for series in (fa1, fa2))

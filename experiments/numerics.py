@@ -56,7 +56,8 @@ SAFE, ONLINE = "softmax-safe", "softmax-online"
 def inputs(kind: str, problem: Problem) -> tuple[np.ndarray, ...]:
     """Return random q, k and v in float32 that the problem's dtype represents exactly.
 
-    `kind` is NORMAL, OUTLIERS, or LARGE: then q is multiplied by SCORES.
+    The numbers are normal. If `kind` is OUTLIERS, a few numbers are much larger. If `kind` is
+    LARGE, q is multiplied by SCORES.
     """
     rng = np.random.default_rng([SEED, problem.seqlen_q, problem.head_dim])
     q, k, v = (_drawn(rng, kind, s) for s in (problem.q_shape, problem.k_shape, problem.k_shape))

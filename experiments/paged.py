@@ -1,8 +1,8 @@
 """Compares K and V in cache pages with contiguous K and V (claim C22).
 
-FlashAttention-2 reads pages of 16 to 256 rows in random order. On the emulator, the elements whose
-bits differ from contiguous K and V at the same tiles are counted, and the accesses that the block
-table adds. On a GPU, a decoding step in fp16 with 1k to 64k keys is timed.
+FlashAttention-2 reads pages of 16 to 256 rows in random order. On the emulator, two numbers are
+counted: the elements whose bits differ from a call with contiguous K and V at the same tiles, and
+the accesses of the block table. On a GPU, a decoding step in fp16 with 1k to 64k keys is timed.
 """
 
 import itertools

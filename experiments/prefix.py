@@ -146,7 +146,10 @@ def _told(way: str, problem: Problem, sizes: Sequence[int]) -> tuple[Problem, di
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
-    """Yield bytes by closed forms and counted; on a GPU also the time of a decoding step."""
+    """Yield bytes, both computed by closed forms and counted on the emulator.
+
+    On a GPU, also yield the time of a decoding step.
+    """
     steps = COUNTED_STEPS[:: 3 if options.quick else 1]
     yield from bench.counted([(s, *at) for s in COUNTED for at in steps], "counting", _counted)
     for series, at in itertools.product(COUNTED, steps):

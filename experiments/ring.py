@@ -284,7 +284,10 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
 
 
 def _equal_bytes(rows: Sequence[Row]) -> tuple[int, int]:
-    """Return two numbers: measured sent bytes that equal the closed form, and all of them."""
+    """Return how many measured numbers of sent bytes equal the closed form.
+
+    The second result is how many measured numbers there are.
+    """
     found = select(rows, source="measured", metric="sent")
     same = [
         row.value == ring_rows.sent_bytes(
@@ -320,7 +323,7 @@ def break_even_table(rows: Sequence[Row]) -> tables.Table | None:
 
 
 def model_table(rows: Sequence[Row]) -> tables.Table | None:
-    """Return the table of the share of the time that GPUs compute, by a model, on many GPUs.
+    """Return the table of the share of the time in which GPUs compute, by the model.
 
     Return None if the link between the GPUs was not measured.
     """

@@ -71,7 +71,7 @@ def setting(seqlen: int) -> Problem:
 def given(name: str, problem: Problem) -> dict[str, Any]:
     """Return the options of our calls in the setting `name`, one of SETTINGS.
 
-    They are dropout, and the valid lengths of the sequences, from N - 20 to N.
+    A setting has dropout, or valid lengths of the sequences from N - 20 to N, or both, or neither.
     """
     options: dict[str, Any] = {}
     if name in (DROPPED, BOTH):

@@ -72,7 +72,7 @@ def relative_positions(N: int, H: int) -> dict[str, Any]:
 
 
 def softcap(N: int, H: int) -> dict[str, Any]:
-    """Return a `score_mod` that limits scores to +-2 by tanh."""
+    """Return a `score_mod` that limits scores to the range from -2 to 2 by tanh."""
     cap = 2.0
     return {"score_mod": lambda s, b, h, i, j: cap * math.tanh(s / cap)}
 
@@ -98,7 +98,7 @@ def speculated_tree(N: int, H: int) -> dict[str, Any]:
 
 
 def block_diagonal(N: int, H: int) -> dict[str, Any]:
-    """Return a `mask_mod` that shows four square blocks on the diagonal."""
+    """Return a `mask_mod` in which only four square blocks on the diagonal are visible."""
     size = N // 4
     return {"mask_mod": lambda b, h, i, j: i // size == j // size}
 
@@ -135,7 +135,7 @@ def neighbourhood(N: int, H: int) -> dict[str, Any]:
 
 
 def random_blocks(N: int, H: int) -> dict[str, Any]:
-    """Return a `mask_mod` that shows random blocks and the diagonal."""
+    """Return a `mask_mod` in which random blocks and the diagonal are visible."""
     kept, size = np.random.default_rng(SEED).random((8, 8)) < 0.3, N // 8
     return {"mask_mod": lambda b, h, i, j: kept[i // size, j // size] or i == j}
 

@@ -1,4 +1,7 @@
-"""The server of explore.html on this machine. It answers for typed masks and plans of any call."""
+"""The server of explore.html on this machine.
+
+The page asks the server for answers that a file cannot contain: typed masks, and plans of any call.
+"""
 
 from __future__ import annotations
 

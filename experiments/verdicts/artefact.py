@@ -50,8 +50,8 @@ class Line:
 def _over_units(ratio: Callable[[str, str, str], Quantity]) -> Callable[[Evidence], Numbers]:
     """Return a function that finds a ratio of both loop orders for all units together.
 
-    `ratio` takes the three series that `loop_order.series_of` returns for a unit. The found numbers
-    are by (unit, place).
+    `ratio` takes the three series that `loop_order.series_of` returns for a unit. The function
+    returns {(unit, *place): number}.
     """
 
     def find(found: Evidence) -> Numbers:

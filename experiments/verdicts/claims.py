@@ -186,8 +186,8 @@ def opens(*place: Any) -> Bounds:
 
     | N | bounds |
     |---|---|
-    | below 1024 | at most 1.15 (no gain) |
-    | 1024 to 2047 | any |
+    | below 1024 | at most 1.15, which counts as no gain |
+    | 1024 to 2047 | any number |
     | from 2048 on | at least 1 |
     """
     return Bounds(0, 1.15) if place[-1] < 1024 else MORE if place[-1] >= 2048 else ANY
