@@ -134,7 +134,7 @@ def _difference(
 def _counted(series: str) -> Iterator[Row]:
     """Yield the bytes of attention for each character, counted with a cache and without.
 
-    Raise WrongResult if the texts with a cache and without differ.
+    The last row has the number of characters that differ. Raise WrongResult if it is not 0.
     """
     dtype = DTYPES[series]
     w, text = model(), learned()

@@ -236,7 +236,10 @@ def shares(rows: Sequence[Row], speed: float, head_dim: int) -> dict[str, float]
 
 
 def gains(rows: Sequence[Row]) -> dict[str, float]:
-    """Return the gain of each step as {series: time of the step before / time of the step}."""
+    """Return the gain of each step as {series: time of the step before / time of the step}.
+
+    For FA-1, the gain compares rows divided over the warps with keys divided over the warps.
+    """
     times = values(rows, "series", metric="time")
     pairs = [(LADDER[-2].series, TWO_STAGES.series), ("fa1-mma-keys", "fa1-mma-rows")]
     for ladder in (LADDER, HOPPER_LADDER):

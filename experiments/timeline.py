@@ -143,7 +143,7 @@ def draw(rows: Sequence[Row]) -> Any:
 def _panel(ax: Any, trace: Trace, longest: float, title_colour: str) -> None:
     """Draw the tiles of one loop order over time, in a lane for each tile.
 
-    The vertical axis ends at `longest` kB, so that both orders' panels have one scale.
+    The vertical axis covers `longest` kB, so that both orders' panels have one scale.
     """
     ax.grid(False)
     ax.spines[["bottom", "left"]].set_visible(False)
