@@ -228,7 +228,7 @@ def _generated(
     characters = put(prompts(text, TIMED_SEQUENCES, lengths[-1]), "int64")
     sizes = (TIMED_SEQUENCES, lengths[-1], PAGE_SIZE)
     rows = Cache.of(SIZES, *sizes, put, dtype, **options)
-    anew = whole(rows.pages[0][0], **options)
+    uncached = whole(rows.pages[0][0], **options)
     times: dict[tuple[str, int], list[float]] = {}
     windows = {n: length for length in lengths for n in range(length - WINDOW + 1, length + 1)}
     each = steps(w, SIZES, characters, rows.attend, first=PROMPT, cached=True)
@@ -239,9 +239,9 @@ def _generated(
     for length in lengths:
         for _ in range(2):  # the first time includes planning and compiling
             again = characters[:, :length] + 0
-            last = steps(w, SIZES, again, anew, first=length - WINDOW, cached=False)
+            last = steps(w, SIZES, again, uncached, first=length - WINDOW, cached=False)
             times[WHOLE, length] = [1e3 * _seconds(last) for _ in range(WINDOW)]
-    logits = small_model.logits(w, SIZES, characters[:, :-1], anew)
+    logits = small_model.logits(w, SIZES, characters[:, :-1], uncached)
     wanted = logits[:, PROMPT - 1 :].argmax(-1)
     differing = int((wanted != characters[:, PROMPT:]).sum())
     return times, differing, words(characters[0, :LENGTH])

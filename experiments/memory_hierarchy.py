@@ -219,7 +219,7 @@ ROOFS = {"shared": "shared memory"}
 
 
 def _bandwidth(ax: Any, rows: Sequence[Row]) -> None:
-    over, room = curve(rows), capacities(rows)
+    over, sizes = curve(rows), capacities(rows)
     ax.set_title("bandwidth of reading")
     if not over:
         style.empty(ax, "not recorded yet")
@@ -231,8 +231,8 @@ def _bandwidth(ax: Any, rows: Sequence[Row]) -> None:
         ax.axhline(shared, color="#333333", ls=":")
         place = {"xycoords": ax.get_yaxis_transform(), "ha": "right"}
         ax.annotate(f"shared memory: {shared:.3g} TB/s", (0.98, shared), (0, 3), **place, **beside)
-    if "L2" in room:
-        at, place = room["L2"] / MIB, {"xycoords": ax.get_xaxis_transform()}
+    if "L2" in sizes:
+        at, place = sizes["L2"] / MIB, {"xycoords": ax.get_xaxis_transform()}
         ax.axvline(at, color="#999999", lw=0.8)
         ax.annotate("size of L2", (at, 0.06), (3, 0), **place, **beside)
     style.log(ax.xaxis, 2)
@@ -293,7 +293,7 @@ def _names(ax: Any, shown: Mapping[Place, Mapping[str, float]]) -> None:
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
     """Return the table of bandwidths and sizes of the memories, or None without bandwidths."""
-    speeds, room, peaks, known = bandwidths(rows), capacities(rows), products(rows), paper()
+    speeds, sizes, peaks, known = bandwidths(rows), capacities(rows), products(rows), paper()
     if not speeds:
         return None
     lines = []
@@ -304,7 +304,7 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
             [
                 {"shared": "shared memory", "DRAM": "DRAM (HBM)"}.get(level, level),
                 tables.number(speeds, level, ".3g"),
-                _size(room.get(level)),
+                _size(sizes.get(level)),
                 *(tables.number(ridges, dtype, ".0f") for dtype in UNITS.values()),
                 tables.MISSING if theirs is None else f"{theirs:g}",
                 _size(known.get((printed, "capacity"))),
@@ -314,16 +314,16 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
     header = ["memory", "bandwidth, TB/s", "size", "FLOP/byte at the fp32 roof"]
     header += ["FLOP/byte at the fp16 roof", "published A100, bandwidth, TB/s"]
     header += ["published A100, size", "published A100, FLOP/byte at the fp16 roof"]
-    return tables.of(_said(speeds, room, peaks), header, lines)
+    return tables.of(_said(speeds, sizes, peaks), header, lines)
 
 
-def _said(speeds: dict[str, float], room: dict[str, float], peaks: dict[str, float]) -> str:
+def _said(speeds: dict[str, float], sizes: dict[str, float], peaks: dict[str, float]) -> str:
     parts = [
         f"In {dtype}, torch's matrix product reaches {peak:.0f} TFLOP/s."
         for dtype, peak in peaks.items()
     ]
-    if {"shared", "DRAM"} <= speeds.keys() & room.keys():
-        faster, smaller = speeds["shared"] / speeds["DRAM"], room["DRAM"] / room["shared"]
+    if {"shared", "DRAM"} <= speeds.keys() & sizes.keys():
+        faster, smaller = speeds["shared"] / speeds["DRAM"], sizes["DRAM"] / sizes["shared"]
         by = f"{faster:.1f} times as fast as DRAM. DRAM is {smaller:.0f} times as large"
         parts.append(f"Shared memory is {by} as all shared memory together.")
     what = (
