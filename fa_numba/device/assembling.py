@@ -22,9 +22,9 @@ def registers_of(
 ) -> int | None:
     """Return the registers per thread of the kernel on a GPU of this compute capability.
 
-    If the current GPU has this compute capability and the kernel's compiled code is on disk, the
-    number is from this code. Else the kernel is compiled if ``compiling`` is set, which needs no
-    GPU. Without ``compiling`` the result is then None.
+    If the current GPU has this compute capability and the kernel's machine code is on disk, the
+    number comes from that machine code. Otherwise, the kernel is compiled if ``compiling`` is True,
+    which needs no GPU. If ``compiling`` is False, the result is None.
     """
     here = select.on_gpu() and select.capability_of(select.current_ordinal()) == capability
     if here and (compiling or kernel_cache.read(kernel, capability) is not None):

@@ -1,6 +1,7 @@
-"""Lets numba-cuda 0.30 be imported with NumPy 2.5.
+"""Makes the import of numba-cuda 0.30 possible with NumPy 2.5.
 
-numba-cuda uses the name ``np.row_stack`` when it is imported. NumPy 2.5 has removed this name.
+numba-cuda reads the name ``np.row_stack`` when it is imported. NumPy 2.5 has removed this name. The
+import of this module therefore defines the name, imports numba-cuda, and removes the name again.
 """
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""``numba.cuda`` as kernels use it, with a ``jit`` that makes a ``Kernel``."""
+"""The object ``cuda`` that kernels import: ``numba.cuda``, but ``jit`` makes a ``Kernel``."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from fa_numba.device.kernel import Kernel
 
 
 class _Cuda(ModuleType):
-    """The module ``numba.cuda`` with another ``jit``.
+    """A stand-in for the module ``numba.cuda`` with another ``jit``.
 
-    It is equal to ``numba.cuda``, because Numba compares modules by equality.
+    The stand-in compares equal to ``numba.cuda``, because Numba compares modules by ``==``.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -33,9 +33,9 @@ class _Cuda(ModuleType):
         """Return a decorator that makes a ``Kernel`` of a function.
 
         ``argument_types`` are the Numba types of the kernel's arguments. ``threads`` is the number
-        of threads of a thread block, ``shared_bytes`` the bytes of dynamic shared memory of a
-        thread block. The compiler uses so few registers that ``min_blocks`` thread blocks fit on a
-        multiprocessor.
+        of threads of a thread block. ``shared_bytes`` is the size of its dynamic shared memory in
+        bytes. The compiler limits the registers of a thread so that ``min_blocks`` thread blocks
+        fit on a multiprocessor.
         """
 
         def declared(function: Callable) -> Kernel:

@@ -1,4 +1,4 @@
-"""Replacements of six of Numba's functions, with which kernels compile faster.
+"""Replacements for six functions of Numba, with which kernels compile faster.
 
 A kernel of this package calls some hundred device functions, all of them inlined. It then has some
 thousand statements. A few functions of Numba take time proportional to the square of the number of
@@ -26,15 +26,18 @@ from numba.types import BaseFunction
 
 # Nodes of Numba's intermediate representation that a pass may change, so that a copy has its own.
 _NODES = (ir.Inst, ir.Arg, ir.Const, ir.Global, ir.FreeVar)
-# Attributes of a node that say where it stands, and are shared.
+# Attributes of a node that a copy shares with the node: its position in the source, its scope.
 _SHARED = ("loc", "scope")
-# Characters of names that Numba makes, and what stands for them in a variable of the caller.
+# Maps characters in names that Numba makes to characters that are allowed in a variable's name.
 _LEGAL = str.maketrans("$.", "__")
 
 
 @contextlib.contextmanager
 def without_repeats() -> Iterator[None]:
-    """Compile inside the context with the replaced functions. Other threads wait to compile."""
+    """Replace the six functions of Numba inside the context.
+
+    Other threads that compile wait until the context ends. Garbage collection is off in it.
+    """
     with global_compiler_lock, contextlib.ExitStack() as stack:
         for owner, name, shorter in REPLACED:
             stack.enter_context(_replaced(owner, name, shorter))
@@ -58,8 +61,9 @@ def _replaced(owner: Any, name: str, shorter: Callable[[Callable], Callable]) ->
 def _translated_once(translate: Callable) -> Callable:
     """Return a function that translates each device function only once.
 
-    At the first call, the device function is translated from bytecode and checked, and its blocks
-    are joined. ``_inlined_in_one_walk`` copies the result at each call.
+    The first time, the device function is translated from bytecode to Numba's intermediate
+    representation and checked, and its blocks are joined. Later, the stored result is returned, of
+    which ``_inlined_in_one_walk`` makes a copy for each call in a kernel.
     """
     known: dict[Any, Any] = {}
 
@@ -70,12 +74,12 @@ def _translated_once(translate: Callable) -> Callable:
             code = translate(self, function)
             if self.validator is not None:
                 self.validator(code)
-            # Its labels are above all that were given before, and those of its copies above its
-            # own: unless they begin at 0 again, labels double with each function.
+            # Labels must begin at 0 again here. Otherwise, each copy would get labels above the
+            # largest label so far, and labels would double with each function.
             code.blocks = ir_utils.flatten_labels(ir_utils.simplify_CFG(code.blocks))
             known[function] = code
         again = copy.copy(known[function])
-        again.func_id = again.func_id.derive()  # a number of its own, which names its variables
+        again.func_id = again.func_id.derive()  # a new number, which is a part of variable names
         return again
 
     return run_untyped_passes
@@ -84,9 +88,9 @@ def _translated_once(translate: Callable) -> Callable:
 def _inlined_in_one_walk(inline: Callable) -> Callable:
     """Return a function that inlines a call by copying and renaming statements in one walk.
 
-    Numba copies the statements twice and walks over them five times. Each new name ends in a
-    number. Numba's names contain the names of all functions through which the variable came. The
-    assembler cuts long names, so that two of Numba's names may become equal.
+    Numba copies the statements twice and walks over them five times. Here, the new name of a
+    variable ends in a number. Numba's names would contain the names of all inlined functions. The
+    assembler cuts such long names, and two of them may become equal.
     """
 
     def inline_ir(
@@ -159,10 +163,10 @@ def _copied(value: Any, variables: dict[str, ir.Var]) -> Any:
 
 
 def _lifetimes_when_asked_for(run: Callable) -> Callable:
-    """Return a function that computes the lifetimes of variables only when they are read.
+    """Return a function that postpones the computation of variables' lifetimes until they are read.
 
-    Numba computes the lifetimes after each pass. Only the pass that marks the ends of variables
-    needs them.
+    Numba computes the lifetimes after each pass of the compiler. Only the pass that marks the last
+    use of each variable needs them.
     """
 
     def without_lifetimes(
@@ -182,12 +186,11 @@ def _lifetimes_when_asked_for(run: Callable) -> Callable:
 def _live_variables(cfg: Any, blocks: dict, uses: dict, defines: dict) -> dict[Any, set[str]]:
     """Return the names of the variables that are alive at the entry of each block.
 
-    These are the variables that the block uses, and the variables that are alive after the block
-    and that the block does not define. Inside this function, a set of names is an integer with one
-    bit per name.
+    A variable is alive if the block uses it, or if it is alive after the block and the block does
+    not define it. Inside this function, a set of names is an integer with one bit per name.
 
-    The arguments and the result are as for Numba's ``compute_live_map``. ``uses`` and ``defines``
-    map each block to names, ``cfg`` contains the edges between blocks.
+    The arguments and the result are those of Numba's ``compute_live_map``. ``uses`` and ``defines``
+    map the label of each block to names. ``cfg`` contains the edges between blocks.
     """
     bits: dict[str, int] = {}
 
@@ -204,9 +207,9 @@ def _live_variables(cfg: Any, blocks: dict, uses: dict, defines: dict) -> dict[A
             pass
 
     def meet(label: Any) -> bool:
-        """Add the names known before a block; return whether the block's names changed.
+        """Add the names that are known before a block, and return whether there are new names.
 
-        A name is known after each block that uses or defines the name.
+        A name is known in and after each block that uses or defines it.
         """
         was = known[label]
         for other in before[label]:

@@ -11,9 +11,9 @@ from numba import cuda
 class DeviceFunction:
     """A function that kernels call, inlined into the kernel.
 
-    For Numba it is the result of ``numba.cuda.jit(device=True, inline="always")``. This result is
-    made when Numba first needs it, because it is slow to make and a kernel calls about a hundred
-    device functions. The emulator uses only ``py_func``. Numba's inliner also uses
+    Numba sees this object as the result of ``numba.cuda.jit(device=True, inline="always")``. That
+    result is made when Numba first needs it, because to make it is slow, and a kernel calls about a
+    hundred device functions. The emulator uses only ``py_func``. Numba's inliner also reads
     ``targetoptions``.
     """
 
@@ -32,5 +32,5 @@ class DeviceFunction:
         return self._dispatcher._numba_type_
 
 
-# What decorates a function that kernels call; inlined, so that register tiles stay in registers.
+# The decorator of device functions. They are inlined, so that tiles stay in registers.
 device_function: Any = DeviceFunction

@@ -1,4 +1,4 @@
-"""Kernels: what a launch of a kernel needs, and the compiled code for the current GPU."""
+"""The class ``Kernel``: a kernel's function, launch bounds and machine code."""
 
 from __future__ import annotations
 
@@ -15,20 +15,14 @@ from fa_numba.device.launch_record import checked
 
 @dataclass(frozen=True, eq=False)
 class Kernel:
-    """A kernel and what a launch of it needs.
+    """A kernel with everything that a launch needs, except grid and arguments."""
 
-    ``function`` is the Python function, ``argument_types`` are the Numba types of its arguments.
-    ``threads`` and ``shared_bytes`` are the threads and the bytes of dynamic shared memory of a
-    thread block. The compiler uses so few registers that ``min_blocks`` thread blocks fit on a
-    multiprocessor.
-    """
-
-    function: Callable
-    argument_types: tuple
-    threads: int
-    shared_bytes: int
-    min_blocks: int = 1
-    _compiled: dict = field(default_factory=dict, repr=False)
+    function: Callable  # the Python function
+    argument_types: tuple  # Numba types of the arguments
+    threads: int  # number of threads of a thread block
+    shared_bytes: int  # size of the dynamic shared memory of a thread block
+    min_blocks: int = 1  # number of thread blocks that must fit on a multiprocessor (registers)
+    _compiled: dict = field(default_factory=dict, repr=False)  # compiled kernel by GPU number
 
     @property
     def name(self) -> str:
@@ -39,9 +33,10 @@ class Kernel:
         return types.void(*self.argument_types)
 
     def compiled(self):
-        """Return the compiled kernel of ``cuda.core`` for the current GPU.
+        """Return the compiled kernel for the current GPU, an object of ``cuda.core``.
 
-        The driver is told how much dynamic shared memory the kernel uses.
+        The kernel is compiled at the first call. The driver is then told how much dynamic shared
+        memory the kernel uses.
         """
         from cuda.core import ObjectCode
 
@@ -55,9 +50,10 @@ class Kernel:
         return self._compiled[device]
 
     def built(self, capability: tuple[int, int]) -> tuple[bytes, str]:
-        """Return the machine code (cubin) for the current GPU, and the name of its entry.
+        """Return the machine code (cubin) for the current GPU, and the name of its entry point.
 
-        ``capability`` is the compute capability of the current GPU.
+        The machine code is read from disk, or else compiled and stored on disk. ``capability`` is
+        the compute capability of the current GPU.
         """
         kept = kernel_cache.read(self, capability)
         if kept is not None:

@@ -33,10 +33,10 @@ from fa_numba.device import mlir
 from fa_numba.device.function import DeviceFunction
 from fa_numba.emulator.compiling import VARIABLE
 
-# Of all files together; those that were read longest ago go first.
+# Limit for the size of all files. Files that were not read for the longest time are removed first.
 MAX_BYTES = 1 << 30
 PACKAGE = Path(__file__).parent.parent
-# What compiles: Numba's front end, and the libraries that may be installed with it.
+# The packages that take part in a compilation.
 _COMPILERS = (
     *("numba", "numba-cuda", "numba-cuda-mlir", "llvmlite", "cuda-core"),
     *("nvidia-nvvm", "nvidia-nvjitlink", "nvidia-cuda-nvcc-cu12", "nvidia-nvjitlink-cu12"),
@@ -61,7 +61,7 @@ def read(kernel: Any, capability: tuple[int, int]) -> tuple[bytes, str] | None:
         cubin, about = store.get(key), store.get(key + b" name")
         if cubin and about:
             name = about[_DIGEST_BYTES:]
-            if about == _digest(cubin, name) + name:  # neither is damaged
+            if about == _digest(cubin, name) + name:  # neither file is damaged
                 return cubin, name.decode()
     return None
 
@@ -90,7 +90,7 @@ def directory() -> Path | None:
     base = os.environ.get("XDG_CACHE_HOME")
     try:
         return (Path(base) if base else Path.home() / ".cache") / "fa_numba"
-    except RuntimeError:  # a user without a home
+    except RuntimeError:  # the user has no home directory
         return None
 
 
@@ -112,9 +112,10 @@ def _store(where: Path) -> Any:
 
 
 def key_of(kernel: Any, capability: tuple[int, int]) -> bytes:
-    """Return the kernel's key.
+    """Return the kernel's key in the cache.
 
-    Raise _Unknown for a kernel of another package, or with a value of a type that is not known.
+    Raise _Unknown for a kernel of another package, and for a kernel that closes over a value of an
+    unknown type.
     """
     bounds = kernel.threads, kernel.min_blocks
     settings = sorted(x for x in os.environ.items() if x[0].startswith(("NUMBA_", mlir.VARIABLE)))
@@ -140,15 +141,18 @@ def _compilers() -> tuple[tuple[str, str], ...]:
             found.append((name, metadata.version(name)))
     from cuda.bindings import driver, nvjitlink, nvvm
 
-    # What a toolkit of the system brings has no package.
+    # Libraries of a system's CUDA toolkit are not Python packages.
     for version in (nvvm.version, nvvm.ir_version, nvjitlink.version, driver.cuDriverGetVersion):
-        with contextlib.suppress(Exception):  # a library that is missing, by its own error
+        with contextlib.suppress(Exception):  # a missing library may raise any exception
             found.append((version.__qualname__, repr(version())))
     return tuple(found)
 
 
 def _type(ty: Any) -> Any:
-    """Return the text of an argument's type; the text of a named tuple omits its fields' names."""
+    """Return a value that identifies the type of an argument.
+
+    For a named tuple it contains the names of the fields, which Numba's text of the type omits.
+    """
     if hasattr(ty, "instance_class"):
         return ty.fields, list(map(_type, ty.types))
     return str(ty)
@@ -177,10 +181,11 @@ def _function(function: FunctionType, seen: dict[FunctionType, str]) -> str:
 
 
 def _globals(function: FunctionType) -> list[Any]:
-    """Return the names and values that a function takes from globals of its own.
+    """Return the names and values that a function reads from its globals.
 
-    The list is empty for a function that an imported module contains: ``_sources`` covers it.
-    Functions that were made of text have globals of their own, such as those of a ``score_mod``.
+    The list is empty for a function of an imported module, because ``_sources`` covers the module.
+    A function that was compiled from text, such as a ``score_mod``, has other globals than a
+    module.
     """
     if function.__globals__ is vars(sys.modules.get(function.__module__, builtins)):
         return []
@@ -200,7 +205,7 @@ def _code(code: CodeType) -> tuple:
 
 
 def _attributes_taken(code: CodeType) -> dict[str, set[str]]:
-    """Return the attributes that a function uses of each variable that it closes over.
+    """Map each variable that a function closes over to the attributes that the function reads.
 
     An empty name stands for a use of the variable itself, without an attribute.
     """
@@ -217,14 +222,15 @@ def _attributes_taken(code: CodeType) -> dict[str, set[str]]:
 
 
 def _is_namespace(value: Any) -> bool:
-    """Return whether a value is a module that was made to contain values, not imported."""
+    """Return whether a value is a module object that was created as a namespace, not imported."""
     return isinstance(value, ModuleType) and sys.modules.get(value.__name__) is not value
 
 
 def _attributes(namespace: ModuleType, names: set[str], seen: dict[FunctionType, str]) -> Any:
-    """Return the names and values of the attributes that a function uses of a namespace.
+    """Return the names and values of the attributes of a namespace that a function reads.
 
-    Raise _Unknown if the function uses the namespace itself, for instance by another name.
+    ``names`` are the attributes. Raise _Unknown if the function uses the namespace itself, for
+    instance assigns it to another name.
     """
     if "" in names:
         raise _Unknown(namespace)

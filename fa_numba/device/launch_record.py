@@ -1,9 +1,9 @@
-"""Launches that are recorded once and made many times, with other addresses, in little host time.
+"""Recordings of launches, which can be repeated with other addresses in little host time.
 
-A ``LaunchRecord`` is given to ``launch`` in place of a stream. It writes the arguments of each
-kernel to memory, in the form that the driver reads, and launches nothing. ``run`` then makes all
-recorded launches on a stream. An array that changes from run to run is recorded by the number of a
-slot. ``run`` gets one address for each slot and writes the address into the recorded arguments.
+If ``launch`` gets a ``LaunchRecord`` in place of a stream, nothing is launched. The record writes
+the arguments of the kernel to memory, in the form that the driver reads. ``run`` then makes all
+recorded launches on a stream. An array whose address changes from run to run is recorded by the
+number of a slot. ``run`` gets one address for each slot, and writes it into the recorded arguments.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from fa_numba.device import mlir
 from fa_numba.device.tensor_map import MAP_BYTES, TiledArray, encoded
 from fa_numba.integers import round_up
 
-WORKSPACE = -1  # the last of a run's values
+WORKSPACE = -1  # the slot of the workspace: the last one of the values of a run
 _SUCCESS = driver.CUresult.CUDA_SUCCESS
-_ANYWHERE = 1 << 32  # an address for a map that a run gives its own
-_ALIGNMENT = 256  # bytes, of each array of the workspace
+_ANYWHERE = 1 << 32  # address in a recorded tensor map, which each run replaces
+_ALIGNMENT = 256  # each array of the workspace starts at a multiple of this number of bytes
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,9 @@ class LaunchRecord:
     def __init__(self) -> None:
         self.workspace_bytes = 0
         self.reserved_bytes = 0
-        self.kernels: list[Any] = []  # of the launches
+        self.kernels: list[Any] = []  # the kernel of each launch
         self.origins: list[Any] = []  # what the launches were planned from
-        self.noted: tuple[Any, ...] = ()  # which open ``launched_kernels`` have these launches
+        self.noted: tuple[Any, ...] = ()  # open ``launched_kernels`` that have noted the launches
         self._steps: list[tuple[Callable, str]] = []
         self._varying: dict[tuple[int, int], ctypes.c_int64] = {}
         self._maps: list[tuple[int, int, driver.CUtensorMap]] = []
@@ -89,7 +89,7 @@ class LaunchRecord:
         self._lock = threading.Lock()
 
     def allocate(self, shape: tuple[int, ...], dtype: str = "float32") -> DeviceArray:
-        """Return an array of workspace, which exists from a run's first launch to its last."""
+        """Return an array of the workspace. Its memory exists only while a run is in progress."""
         size = np.dtype(dtype).itemsize
         strides = tuple(size * math.prod(shape[n + 1 :]) for n in range(len(shape)))
         array = DeviceArray(self.reserved_bytes, shape, strides, itemsize=size, slot=WORKSPACE)
@@ -118,7 +118,7 @@ class LaunchRecord:
         self._steps.append((step, f"the launch of {kernel.name} over {blocks} blocks"))
 
     def clear(self, array: DeviceArray) -> None:
-        """Record a fill of ``array`` with zeros. The memory of ``array`` is contiguous."""
+        """Record a fill of ``array`` with zeros. The memory of ``array`` must be contiguous."""
         begin, size = self._word(array), array.nbytes
 
         def step(stream: driver.CUstream) -> tuple:
@@ -133,7 +133,7 @@ class LaunchRecord:
         not 0, the last value is the address of ``reserved_bytes`` bytes of workspace.
         """
         order = driver.CUstream(stream)
-        with self._lock:  # the driver copies what a kernel takes before it returns
+        with self._lock:  # the driver copies the arguments of a launch before it returns
             for (slot, offset), word in self._varying.items():
                 word.value = values[slot] + offset
             for slot, offset, tensor_map in self._maps:

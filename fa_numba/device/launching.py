@@ -184,7 +184,7 @@ def replay(recording: LaunchRecord, values: Sequence[int], stream: int, ordinal:
     This function allocates the workspace in the order of the stream, and frees the workspace after
     the last launch.
     """
-    if recording.noted is not _launched:  # not again for each of many timed calls
+    if recording.noted is not _launched:  # only once, because a timed call runs many times
         _note_launched(recording.kernels, recording.origins)
         recording.noted = _launched
     if not recording.reserved_bytes:

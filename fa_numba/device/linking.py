@@ -1,8 +1,8 @@
-"""Machine code for a GPU that need not be in this machine, by NVVM and nvJitLink.
+"""Compiles kernels to machine code with NVVM and nvJitLink, also for a GPU of another machine.
 
 For GPUs newer than Hopper, NVVM uses another optimiser, which does not unroll all loops over
-register tiles. The tiles would then be in local memory. Such a GPU therefore gets PTX of compute
-capability 9.0.
+register tiles. The tiles would then be in local memory. For such a GPU, kernels are therefore
+compiled to PTX of compute capability 9.0 first.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fa_numba.device import mlir
 from fa_numba.device.front_end import without_repeats
 
 _HOPPER = (9, 0)
-# Instructions of an architecture alone, such as Hopper's, have a name of their own.
+# Suffix of the architecture's name that allows instructions of this architecture only: sm_90a.
 _SUFFIXES = {_HOPPER: "a"}
 
 
@@ -31,7 +31,7 @@ def is_newer(capability: tuple[int, int]) -> bool:
 
 
 def ptx_and_cubin(kernel: Any, capability: tuple[int, int]) -> tuple[str, bytes, str]:
-    """Return a kernel's PTX, machine code and the assembler's log.
+    """Compile a kernel, and return its PTX, its machine code (cubin) and the assembler's log.
 
     Raise ImportError if NVIDIA's compiler is not installed.
     """
@@ -78,7 +78,7 @@ def _naming_the_extra() -> Iterator[None]:
 
 
 def entry_of(ptx: str) -> str:
-    """Return the name that the kernel has in its PTX."""
+    """Return the name of the kernel's entry point in its PTX."""
     found = re.search(r"\.entry\s+([\w$]+)", ptx)
     if found is None:
         raise RuntimeError(f"the PTX text contains no kernel. It begins with {ptx[:200]!r}")

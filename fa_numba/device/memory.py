@@ -36,9 +36,9 @@ traces: list[MemoryTrace] = []
 
 @contextlib.contextmanager
 def track_memory() -> Iterator[MemoryTrace]:
-    """Record the workspace of the calls inside the context.
+    """Record how much workspace the calls inside the context use on a GPU.
 
-    ``replay`` allocates all workspace, and adds it to the trace.
+    ``launching.replay`` allocates the workspace of each call, and adds its size to the trace.
     """
     trace = MemoryTrace()
     traces.append(trace)
@@ -50,9 +50,9 @@ def track_memory() -> Iterator[MemoryTrace]:
 
 @functools.cache
 def pool(ordinal: int):
-    """Return this package's pool of memory on a GPU.
+    """Return this package's memory pool on the GPU ``ordinal``.
 
-    Like a caching allocator, the pool keeps memory that is freed, for the next allocation.
+    Like a caching allocator, the pool keeps freed memory for the next allocation.
     """
     from cuda.core import Device, DeviceMemoryResource, DeviceMemoryResourceOptions
 
@@ -83,8 +83,8 @@ def scratch(stream: Any) -> Iterator[Callable[..., Any]]:
 def release_memory() -> None:
     """Free the memory that the pool keeps, and the arrays that Numba has not freed yet.
 
-    Numba frees arrays ten at a time. The arrays with which the L2 cache is flushed have at least
-    1 GiB each.
+    Numba frees arrays in groups of ten. This matters for the arrays that flush the L2 cache, which
+    have at least 1 GiB each.
     """
     synchronize()
     cuda.current_context().deallocations.clear()
@@ -110,7 +110,7 @@ def to_gpu(array: np.ndarray, stream: int = 0):
 def copied_to_host(array: Any) -> np.ndarray:
     """Return a NumPy copy of an array with ``__cuda_array_interface__``.
 
-    The copy is made when all work of the GPU has ended.
+    The function first waits for all work of the GPU.
     """
     synchronize()
     return cuda.as_cuda_array(array).copy_to_host()
@@ -119,7 +119,7 @@ def copied_to_host(array: Any) -> np.ndarray:
 def to_host(array, out: np.ndarray, stream: int = 0) -> None:
     """Copy a GPU array to ``out`` and wait for the copy.
 
-    The GPU array is contiguous and was made by this module. ``out`` may have any strides.
+    The GPU array must be contiguous and made by this module. ``out`` may have any strides.
     """
     copy = array.copy_to_host(stream=_numba_stream(stream))
     synchronize(stream)
@@ -131,7 +131,7 @@ def _numba_stream(stream: int):
 
 
 def synchronize(stream: int | None = None) -> None:
-    """Wait for the work on ``stream``; without a stream, for all work of the GPU."""
+    """Wait for the work on ``stream``, or for all work of the GPU if ``stream`` is None or 0."""
     if stream:
         cuda.external_stream(stream).synchronize()
     else:

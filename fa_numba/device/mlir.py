@@ -1,10 +1,11 @@
-"""Compiles by numba-cuda-mlir in place of numba-cuda, if ``FA_NUMBA_COMPILER`` is ``mlir``.
+"""Compiles kernels with numba-cuda-mlir, if the variable ``FA_NUMBA_COMPILER`` is ``mlir``.
 
-Kernels, parts and intrinsics are written for numba-cuda. Copies of a kernel and of all functions
-that it calls are compiled. In these copies, names of numba-cuda (types, ``cuda``, device functions)
-are replaced by the names of numba-cuda-mlir. An intrinsic writes LLVM code by calling llvmlite's
-builder. Here it calls a builder with the same methods, which writes the same code in the LLVM
-dialect of MLIR. Kernels with a type that only numba-cuda knows, such as a tensor map, are refused.
+Kernels, parts and intrinsics are written for numba-cuda. This module makes copies of a kernel and
+of all functions that it calls. In the copies, names of numba-cuda (types, ``cuda``, device
+functions) are replaced by the names of numba-cuda-mlir, called "the other compiler" here. For
+numba-cuda, an intrinsic writes LLVM code by calling llvmlite's builder. For the other compiler, it
+calls a builder with equal methods, which writes equal code in the LLVM dialect of MLIR. Kernels
+with a type that only numba-cuda knows, such as a tensor map, raise NotImplementedError.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ VARIABLE = "FA_NUMBA_COMPILER"
 _COMPILERS = ("numba-cuda", "mlir")
 _PACKAGE = "numba_cuda_mlir.numba_cuda"
 _I64, _SHARED = ir.IntType(64), 3
-_DYNAMIC = -(1 << 31)  # an index of getelementptr that is a value
+_DYNAMIC = -(1 << 31)  # marks an index of getelementptr that is not a constant
 
 
 @functools.cache
 def chosen() -> bool:
-    """Return whether this process compiles by numba-cuda-mlir.
+    """Return whether this process compiles kernels with numba-cuda-mlir.
 
-    Raise ValueError if the environment variable has the name of no compiler.
+    Raise ValueError if the environment variable is neither "numba-cuda" nor "mlir".
     """
     named = os.environ.get(VARIABLE) or _COMPILERS[0]
     if named not in _COMPILERS:
@@ -68,7 +69,7 @@ def ptx_of(kernel: Any, capability: tuple[int, int]) -> bytes:
         _front_end().without_repeats(),
         ConfigStack().enter(SimpleNamespace(compute_capability=capability)),
     ):
-        tools._cached_cc = capability  # or the driver is asked
+        tools._cached_cc = capability  # otherwise the driver would be asked
         ptx, _ = compiler.compile(
             made, result(*arguments), device=False, abi="numba", output="ptx", launch_bounds=bounds
         )
@@ -76,17 +77,18 @@ def ptx_of(kernel: Any, capability: tuple[int, int]) -> bytes:
     found = re.search(rb"\s*\.shared( \.align \d+ \.b8 __dynamic_shmem__0);", text)
     if found is None:
         return text
-    # Dynamic shared memory is named as an array of no elements, of which the assembler makes static
-    # memory on top of what a launch asks for.
+    # The compiler declares dynamic shared memory as an array without elements. The assembler would
+    # turn this array into static memory, in addition to the dynamic memory of the launch.
     dynamic = b".extern .shared" + found[1] + b"[];\n\n.visible .entry"
     return text.replace(found[0], b"").replace(b".visible .entry", dynamic, 1)
 
 
 @functools.cache
 def _front_end() -> ModuleType:
-    """Return the module ``front_end`` for the other compiler.
+    """Return a copy of the module ``front_end`` for the other compiler.
 
-    The other compiler contains a copy of numba-cuda's modules, of which functions are replaced.
+    The other compiler contains copies of numba-cuda's modules. The copy of ``front_end`` replaces
+    functions of these modules.
     """
     source = Path(front_end.__file__).read_text(encoding="utf-8")
     made = ModuleType(f"{front_end.__name__} of {_PACKAGE}")
@@ -97,9 +99,9 @@ def _front_end() -> ModuleType:
 
 
 def array_words(array: Any, address: Any) -> tuple:
-    """Return an array as the words that a kernel of the other compiler expects.
+    """Return the words of an array argument that a kernel of the other compiler expects.
 
-    These are the address twice, an offset, the shape, and the strides in elements.
+    The words are the address twice, an offset, the shape, and the strides in elements.
     """
     steps = (stride // array.itemsize for stride in array.strides)
     return (address, address, *map(ctypes.c_int64, (0, *array.shape, *steps)))
@@ -109,7 +111,11 @@ def array_words(array: Any, address: Any) -> tuple:
 
 
 def _translated(ty: Any, to: Any, here: Any) -> Any:
-    """Return the type of the module ``to`` for a type of the module ``here``."""
+    """Return the type of the module ``to`` that corresponds to ``ty``, a type of ``here``.
+
+    Both modules contain Numba's types, one of them for the other compiler. Raise
+    NotImplementedError if there is no such type.
+    """
     if ty == here.none:
         return to.none
     if isinstance(ty, here.IntegerLiteral):
@@ -145,7 +151,7 @@ def _here(ty: Any) -> Any:
 
 @functools.cache
 def _renamed(function: FunctionType) -> FunctionType:
-    """Return a copy of a function with names of numba-cuda replaced by the other compiler's."""
+    """Return a copy of a function in which names of numba-cuda refer to the other compiler."""
     code = function.__code__
     found = {
         name: function.__globals__[name] for name in code.co_names if name in function.__globals__
@@ -204,7 +210,10 @@ class _Renamed(ModuleType):
 
 @functools.cache
 def _of_record(record: type) -> None:
-    """Let kernels make named tuples of this class. The other compiler keeps them as tuples."""
+    """Register a class of named tuples, so that kernels of the other compiler can create them.
+
+    The other compiler treats them as plain tuples.
+    """
     from numba_cuda_mlir import extending
     from numba_cuda_mlir.numba_cuda import types as others
 
@@ -247,14 +256,14 @@ def _intrinsic(intrinsic: _Intrinsic) -> Any:
 
 
 class _Value:
-    """A value of MLIR, or several values, with the type that llvmlite would give it."""
+    """One or several MLIR values (``made``), with the type that llvmlite would give them."""
 
     def __init__(self, made: Any, ty: Any) -> None:
         self.made, self.type = made, ty
 
 
 class _Context:
-    """The methods of Numba's target context that the intrinsics call."""
+    """A stand-in for Numba's target context, with the methods that intrinsics call."""
 
     def make_array(self, ty: Any) -> Callable[..., Any]:
         def made(context: Any, builder: _Builder, value: Any = None) -> Any:
@@ -281,7 +290,10 @@ class _Context:
 
 
 class _Array:
-    """An array with its memory and its strides in bytes, as intrinsics read or make it."""
+    """A stand-in for the array structure of Numba that intrinsics read or create.
+
+    ``data`` is the pointer to the elements, and ``strides`` are in bytes.
+    """
 
     def __init__(self, builder: _Builder, ty: Any, value: Any) -> None:
         self._builder, self._element = builder, _llvm(ty.dtype)
@@ -311,7 +323,7 @@ class _Array:
 
 
 def _llvm(ty: Any) -> Any:
-    """Return llvmlite's type for the Numba type of a value; None if there is none here."""
+    """Return llvmlite's type for a Numba type. Return None for types other than numbers."""
     if isinstance(ty, types.Boolean):
         return ir.IntType(1)
     width: Any = getattr(ty, "bitwidth", 0)
@@ -321,7 +333,10 @@ def _llvm(ty: Any) -> Any:
 
 
 class _Builder:
-    """A builder with the methods of llvmlite's builder that the intrinsics call."""
+    """A stand-in for llvmlite's builder, with the methods that intrinsics call.
+
+    The methods write MLIR instead of LLVM code.
+    """
 
     def __init__(self, lowering: Any) -> None:
         from numba_cuda_mlir._mlir import ir as mlir
@@ -329,7 +344,7 @@ class _Builder:
 
         self.lowering, self.mlir, self.memref = lowering, mlir, memref
         self.arith, self.builtin, self.llvm = arith, builtin, llvm
-        self.module = ir.Module()  # for the name of dynamic shared memory alone
+        self.module = ir.Module()  # used only for the name of dynamic shared memory
 
     def type_of(self, ty: Any) -> Any:
         if isinstance(ty, ir.IntType):
@@ -343,7 +358,7 @@ class _Builder:
         return self.llvm.StructType.get_literal(list(map(self.type_of, ty.elements)))
 
     def value_of(self, variable: Any, ty: Any) -> Any:
-        """Return a kernel's variable as a value with llvmlite's type, or as a constant."""
+        """Return a variable of the kernel as a ``_Value``, or as a constant of llvmlite."""
         value, wanted = self.lowering.load_var(variable), _llvm(ty)
         if isinstance(value, (int, float)):
             return ir.Constant(wanted, value)
@@ -362,7 +377,7 @@ class _Builder:
             shared = self.lowering._get_shared_memory_base()
             generic = lowering_utilities.memref_data_pointer(shared)
             return self.llvm.addrspacecast(self.llvm.PointerType.get(_SHARED), generic)
-        if isinstance(value.type, ir.VectorType):  # none of it is known yet
+        if isinstance(value.type, ir.VectorType):  # a vector whose elements are not set yet
             return self.llvm.UndefOp(ty).result
         if isinstance(value.type, ir.IntType):
             return self.arith.constant(ty, self.mlir.IntegerAttr.get(ty, int(value.constant)))
@@ -399,7 +414,7 @@ class _Builder:
         return _Value(self.llvm.addrspacecast(self.type_of(ty), self.given(pointer)), ty)
 
     def bitcast(self, pointer: Any, ty: Any) -> _Value:
-        return _Value(self.given(pointer), ty)  # MLIR's pointers do not say of what
+        return _Value(self.given(pointer), ty)  # pointers of MLIR have no type of element
 
     def gep(self, pointer: Any, places: Any, inbounds: bool = False) -> _Value:
         pointee, base = pointer.type.pointee, self.given(pointer)

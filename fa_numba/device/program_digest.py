@@ -37,16 +37,17 @@ from numba.cuda.extending import _Intrinsic
 from fa_numba.device.function import DeviceFunction
 from fa_numba.emulator.typed import lines_of
 
-# Packages whose contents are named in a digest, by their public names. All others are read.
+# Digests contain only the names of functions of these packages. The source of functions of other
+# packages is read.
 _INSTALLED = frozenset(("numba", "numpy", "llvmlite", "cuda", "torch", "scipy"))
-# The emulator has a digest of its own, of all its files.
+# The emulator's functions are named only. The emulator has another digest, over all its files.
 _EMULATOR = "fa_numba.emulator"
 _NUMBERS = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis))
 _LENGTH = 16  # hexadecimal digits
 
 
 class Unknown(TypeError):
-    """Raised for a value of which no digest can be made."""
+    """Raised for a value for which no digest can be computed."""
 
 
 class Program(NamedTuple):
@@ -98,16 +99,16 @@ def _parameters(function: Any) -> tuple[str, ...]:
 
 
 class _Reader:
-    """Makes the programs of functions, for a GPU or for the emulator.
+    """Computes the programs of functions, for a GPU or for the emulator.
 
-    A program is kept as long as its function exists.
+    A program is cached as long as its function exists.
     """
 
     def __init__(self, emulated: bool) -> None:
         self.emulated = emulated
         self._known: weakref.WeakKeyDictionary[Any, Program] = weakref.WeakKeyDictionary()
         self._open: list[Any] = []  # functions that are being read
-        self._lowest = 0  # of those that what was read refers to
+        self._lowest = 0  # smallest index in ``_open`` of a function that was referred to
         self._modules: set[str] = set()
 
     def function(self, function: Any) -> Program:
@@ -129,7 +130,7 @@ class _Reader:
             parts: list[Any] = [self._reference(each, outside) for each in template.references]
             parts += [self.value(function.__defaults__), self.value(function.__kwdefaults__)]
             found = Program(digest_of(repr((template.text, parts))), frozenset(self._modules))
-            if self._lowest >= depth:  # it refers to none that is read still
+            if self._lowest >= depth:  # it refers to no function that is still being read
                 self._known[function] = found
         finally:
             self._open.pop()
@@ -288,7 +289,7 @@ def definition(code: CodeType) -> ast.FunctionDef | ast.Lambda | None:
     found = _functions(lines).get((code.co_firstlineno, code.co_name), ())
     if len(found) < 2:
         return found[0] if found else None
-    # Lambdas on one line: the one that has the code's places within.
+    # There are several lambdas on one line. Find the lambda that contains the code's positions.
     places = [p for p in code.co_positions() if None not in p and (p[0], p[2]) < (p[1], p[3])]
     for node in found:
         start, stop = (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)

@@ -14,7 +14,7 @@ from numba import cuda
 from fa_numba.emulator.simulator import ASKED
 
 MIN_COMPUTE_CAPABILITY = (7, 5)
-# Shared memory of one thread block and multiprocessors if there is no GPU: as on an H100 or H200.
+# Limits if there is no GPU: shared memory of a thread block, and multiprocessors, as on an H100.
 EMULATED_SHARED_BYTES = 227 * 1024
 EMULATED_MULTIPROCESSORS = 132
 
@@ -26,14 +26,14 @@ def gpu_available() -> bool:
 
 @functools.cache
 def why_no_gpu() -> str:
-    """Return why there is no usable GPU; an empty string if there is a usable GPU."""
+    """Return the reason why there is no usable GPU, or an empty string if there is a usable GPU."""
     if ASKED:
         return "NUMBA_ENABLE_CUDASIM is set"
     try:
         if not cuda.is_available():
             return "no CUDA GPU or driver was found"
         found = tuple(cuda.get_current_device().compute_capability)
-    except Exception as error:  # a driver or wheels that do not fit each other
+    except Exception as error:  # for example, driver and packages do not fit together
         return f"CUDA could not start: {error}"
     if found < MIN_COMPUTE_CAPABILITY:
         wanted = ".".join(map(str, MIN_COMPUTE_CAPABILITY))
@@ -71,15 +71,11 @@ def using(device: str) -> Iterator[None]:
 
 
 class Limits(NamedTuple):
-    """The limits of a GPU that plans use.
+    """The properties of a GPU on which plans depend."""
 
-    These are the compute capability, the bytes of shared memory that a thread block can have, and
-    the number of multiprocessors.
-    """
-
-    capability: tuple[int, int]
-    shared_bytes: int
-    multiprocessors: int
+    capability: tuple[int, int]  # compute capability (major, minor)
+    shared_bytes: int  # bytes of shared memory that a thread block can have
+    multiprocessors: int  # number of multiprocessors
 
 
 _EMULATED = Limits((9, 0), EMULATED_SHARED_BYTES, EMULATED_MULTIPROCESSORS)
@@ -122,34 +118,37 @@ def _current() -> Limits:
 def shared_bytes_limit() -> int:
     """Return the bytes of shared memory that one thread block can have.
 
-    The limit is of the GPU inside ``planning_for``, else of the current device.
+    Inside ``planning_for``, this is the limit of the planned GPU, and otherwise the limit of the
+    current device.
     """
     return _current().shared_bytes
 
 
 def multiprocessors() -> int:
-    """Return the number of multiprocessors, which is 132 on the emulator.
+    """Return the number of multiprocessors.
 
-    The number is of the GPU inside ``planning_for``, else of the current device.
+    Inside ``planning_for``, this is the number of the planned GPU, and otherwise the number of the
+    current device. It is 132 on the emulator.
     """
     return _current().multiprocessors
 
 
 def compute_capability() -> tuple[int, int]:
-    """Return the compute capability (major, minor), which is (9, 0) on the emulator.
+    """Return the compute capability (major, minor).
 
-    It is of the GPU inside ``planning_for``, else of the current device.
+    Inside ``planning_for``, this is the capability of the planned GPU, and otherwise the capability
+    of the current device. It is (9, 0) on the emulator.
     """
     return _current().capability
 
 
 def planned_for_gpu() -> bool:
-    """Return whether plans made now are for a GPU, in this machine or inside ``planning_for``."""
+    """Return whether plans are made for a GPU: of this machine, or of ``planning_for``."""
     return on_gpu() or _planned.get() is not None
 
 
 def planned_limits() -> Limits | None:
-    """Return the limits of the GPU inside ``planning_for``; None outside of it."""
+    """Return the limits of the planned GPU inside ``planning_for``, or None outside of it."""
     return _planned.get()
 
 
@@ -164,12 +163,15 @@ def current_ordinal() -> int:
 
 
 def current_context() -> int:
-    """Return the address of the driver's current context; 0 if there is none."""
+    """Return the address of the driver's current context, or 0 if there is no context."""
     return int(driver.cuCtxGetCurrent()[1])
 
 
 def ordinal_of(pointer: int) -> int:
-    """Return the ordinal of the GPU that owns the memory at ``pointer``."""
+    """Return the ordinal of the GPU that owns the memory at ``pointer``.
+
+    Raise ValueError if the address is not in CUDA memory.
+    """
     attribute = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
     cuda.current_context()
     error, ordinal = driver.cuPointerGetAttribute(attribute, pointer)
@@ -188,7 +190,7 @@ def on_device(ordinal: int):
 def limits() -> dict[str, int]:
     """Return the limits of a multiprocessor of the current GPU.
 
-    These are bytes of shared memory, and numbers of registers, threads and thread blocks.
+    The keys are "shared_bytes" (of shared memory), "registers", "threads" and "blocks".
     """
     gpu = cuda.get_current_device()
     return {

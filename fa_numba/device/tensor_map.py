@@ -2,8 +2,8 @@
 
 A kernel takes such an array as an argument of the type ``TiledType``. The argument contains the
 shape, and 128 bytes that the copy engine reads (``__grid_constant__`` in CUDA C++). The driver
-encodes these bytes once per call. CUDA Driver API, "Tensor Map Object Management"; PTX ISA,
-"Tensors".
+encodes these bytes once per call. References: CUDA Driver API, "Tensor Map Object Management"; PTX
+ISA, "Tensors".
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from fa_numba.emulator import WRAPS, BoxLayout
 from fa_numba.emulator.global_memory import used_strides
 
 MAP_BYTES = 128
-ROW_BYTES = 128  # of a box, which the engine swizzles
-STEP_BYTES = 16  # bytes: strides are multiples
-_ALIGNMENT = 64  # bytes
+ROW_BYTES = 128  # bytes of a row of a box, whose chunks the copy engine swizzles
+STEP_BYTES = 16  # strides are multiples of this number of bytes
+_ALIGNMENT = 64  # alignment of a tensor map in bytes
 _I32 = ir.IntType(32)
 _MAP = ir.LiteralStructType([ir.ArrayType(ir.IntType(64), MAP_BYTES // 8)])
 
@@ -40,10 +40,10 @@ class MapType(types.Type):
 
 
 class TiledType(types.Type):
-    """The Numba type of an array that a kernel reads and writes by boxes.
+    """The Numba type of an array that a kernel reads and writes in boxes.
 
-    ``shape`` is the shape of the array. If the tensor map has ``ends``, kernels can also read
-    ``steps``; see ``TiledArray``.
+    Kernels can read the array's ``shape``. If the tensor map has ``ends``, kernels can also read
+    ``steps`` (see ``TiledArray``).
     """
 
     def __init__(self, ndim: int, ends: bool = False) -> None:
@@ -60,10 +60,10 @@ class MapModel(PrimitiveModel):
         """Mark the kernel's parameters of this type as passed by value and read-only."""
         function = builder.function
         if not value.attributes.align:
-            # Numba drops the first argument later, so that counting starts at 1.
+            # Numba removes the first argument later. The positions therefore start at 1.
             places = [n for n, x in enumerate(function.args) if x.type == _MAP.as_pointer()]
             for place in places:
-                # llvmlite would write the pointee after it, which NVVM's dialect does not know.
+                # The blank keeps llvmlite from writing the pointee type, which NVVM rejects.
                 set.add(function.args[place].attributes, "byval ")
                 function.args[place].attributes.align = _ALIGNMENT
             found = cgutils.get_or_insert_named_metadata(builder.module, "nvvm.annotations")
@@ -89,7 +89,7 @@ tiled_type = TiledType
 
 @dataclass(frozen=True)
 class TiledArray:
-    """A 4-D array (batch, heads, rows, columns) of which a kernel copies boxes.
+    """A 4-D array (batch, heads, rows, columns) that a kernel copies in boxes.
 
     A box has ``rows`` rows of 128 bytes: 64 columns of 16 bits, or 32 columns of float32. The axes
     of the tensor map, from the outermost axis to the innermost, are:
@@ -161,7 +161,7 @@ def encoded(tiled: TiledArray, address: int) -> driver.CUtensorMap:
     """
     layout = tiled.layout
     shape = [driver.cuuint64_t(n) for n in reversed(layout.shape)]
-    # The driver judges strides of axes with one place, too.
+    # The driver checks the strides of axes of length 1 too.
     pairs = zip(layout.shape, layout.strides, strict=True)
     steps = [STEP_BYTES if n == 1 else s for n, s in pairs]
     strides = [driver.cuuint64_t(n) for n in steps[-2::-1]]

@@ -1,4 +1,4 @@
-"""Times of calls on the GPU."""
+"""Measurement of the time of calls on the GPU."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def time_ms(
     warmup: int = 3,
     flush_l2: bool = True,
 ) -> list[float]:
-    """Return the milliseconds of each of ``repeats`` calls, by events on the default stream.
+    """Return the time of each of ``repeats`` calls in milliseconds.
 
-    ``warmup`` calls are made first and not timed. ``flush_l2`` overwrites an array twice before
-    each call, outside the timed interval. The array has four times the size of the L2 cache, and at
-    least 1 GiB. During this time the host enqueues the call, so that the time of the call's Python
-    code does not count.
+    Events on the default stream measure the time. The first ``warmup`` calls are not timed. With
+    ``flush_l2``, an array is overwritten twice before each call, outside of the timed interval. The
+    array has four times the size of the L2 cache, and at least 1 GiB. While the GPU overwrites it,
+    the host enqueues the call. The time of the call's Python code is therefore not measured.
     """
     scratch = None
     if flush_l2:
