@@ -1,1 +1,11 @@
-"""What "auto" decides: the unit, its tiles, and how many blocks share what."""
+"""The choices that "auto" makes: the unit, the tiles, and the numbers of splits.
+
+file        contents
+requests    the caller's choices, and the request from which a plan is made
+units       one class per unit, and the choice of the unit
+tiles       the choice of tiles
+splits      the choice of key splits and group splits
+decisions   all choices for a pass, with reasons
+copies      grids of launches, and arguments that kernels take in another form
+facts       the measurements behind the choices, in CSV files
+"""

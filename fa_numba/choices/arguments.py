@@ -1,4 +1,4 @@
-"""What a kernel is given for an array: the array, boxes of it, or a stand-in without memory."""
+"""The arguments of launches: arrays, arrays that are copied in boxes, and stand-ins for arrays."""
 
 from __future__ import annotations
 
@@ -80,11 +80,11 @@ class Boxes:
     name : str
         Name of the array.
     rows : int
-        Rows of a box.
+        Number of rows of a box.
     dtype : str
         Dtype of the array; "" stands for the dtype of the call.
     heads : int
-        Heads of a box.
+        Number of query heads of a box, if the rows of a tile belong to several heads.
     ends : bool
         Whether a box stops at the end of a sequence's rows.
     """
@@ -98,22 +98,23 @@ class Boxes:
 
 @dataclass(frozen=True)
 class Grouped:
-    """An array whose heads are grouped behind its rows (``device.grouped``).
+    """An array whose axis of heads is split into groups, and a group's heads follow the rows.
 
-    A kernel takes it in this form if the rows of one tile belong to several heads.
+    A kernel takes the array in this form (``device.grouped``) if the rows of one tile belong to
+    several heads.
 
     Attributes
     ----------
     name : str
         Name of the array.
     heads : int
-        Heads of a group.
+        Number of heads of a group.
     """
 
     name: str
     heads: int
 
 
-# The name of an array or of a number of the call, a number, a stand-in for an unused array, an
-# array that is copied in boxes, or an array with grouped heads.
+# An argument of a launch: the name of an array or of a number of the call, a number, a stand-in for
+# an unused array, an array that is copied in boxes, or an array with grouped heads.
 Argument = str | int | float | Untouched | Boxes | Grouped

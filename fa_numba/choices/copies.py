@@ -1,8 +1,8 @@
-"""How the kernels of a unit take matrices, and over which grids they are launched.
+"""The grids of kernels, and the arguments that kernels of different units take in different forms.
 
-``Copies`` is for kernels whose threads copy rows. ``BoxCopies`` is for kernels whose matrices the
-copy engine of Hopper (TMA) copies in boxes. A plan asks the unit's object for everything that
-differs between the two.
+``Copies`` is for kernels whose threads copy the rows of tiles. ``BoxCopies`` is for kernels whose
+tiles are copied in boxes by Hopper's copy engine (TMA). Each unit has an object of one of these
+classes. Code that makes plans calls this object, and does not depend on the unit itself.
 """
 
 from __future__ import annotations
@@ -20,13 +20,17 @@ from fa_numba.problem import Problem
 from fa_numba.tiling import Tiles
 from fa_numba.tiling.wgmma import GROUP_ROWS
 
-# Blocks along the three axes of a grid.
+# Numbers of thread blocks along the three axes of a grid.
 Grid = tuple[int, int, int]
 
 
 class Taken(NamedTuple):
-    """The grid of a kernel, the arguments with another name or form than the kernel's parameter,
-    and the arrays of the workspace that only this kernel needs.
+    """The grid of a kernel's launch, and what the kernel takes.
+
+    field       meaning
+    grid        numbers of thread blocks along the three axes
+    bound       arguments whose name or form differs from the kernel's parameter, by parameter
+    workspace   arrays of the workspace that only this kernel needs
     """
 
     grid: Grid
@@ -35,16 +39,16 @@ class Taken(NamedTuple):
 
 
 class Copies:
-    """Threads copy the rows of a tile; a thread block computes one row tile or column tile.
+    """Grids and arguments of kernels whose threads copy the rows of a tile.
 
-    ``by_boxes``: whether the copy engine moves complete boxes, of 64 columns. The access model
-    counts boxes as they are moved.
+    A thread block computes one row tile or one column tile. ``by_boxes`` says whether the copy
+    engine moves complete boxes of 64 columns. If it does, the access model counts complete boxes.
     """
 
     by_boxes = False
 
     def of_fa2_forward(self, request: Request, spec: Any, splits: int) -> Taken:
-        """Return what FlashAttention-2's forward kernel takes."""
+        """Return the grid and the arguments of FA-2's forward kernel with ``splits`` key splits."""
         p, heads = request.problem, spec.tile_heads
         bound: dict[str, Argument] = {}
         if heads > 1:
@@ -55,31 +59,35 @@ class Copies:
         return Taken(grid, bound)
 
     def of_fa1_forward(self, spec: Any) -> dict[str, Argument]:
-        """Return the arguments of FlashAttention-1's forward kernel."""
+        """Return the arguments of FA-1's forward kernel that have another name or form."""
         return {}
 
     def of_backward(
         self, request: Request, tiles: Tiles, spec: Any, columns: bool
     ) -> dict[str, Argument]:
-        """Return the arguments of a backward kernel. With ``columns`` it writes dK and dV, else
-        their parts or sums.
+        """Return the arguments of a backward kernel that have another name or form.
+
+        ``columns`` says whether the kernel writes dK and dV itself. Otherwise it writes parts or
+        sums of them in float32, and another kernel makes dK and dV.
         """
         return {}
 
     def over_columns(self, request: Request, tiles: Tiles, spec: Any, splits: int) -> Grid:
-        """Return the grid of FlashAttention-2's backward kernel."""
+        """Return the grid of FA-2's backward kernel with ``splits`` group splits."""
         p = request.problem
         return _in_chunks(spec, ceil_div(p.seqlen_k, tiles.Bc), p.heads_k * splits, p.batch)
 
     def of_dq_kernel(self, request: Request, tiles: Tiles, spec: Any) -> Taken:
-        """Return what the kernel that computes dQ alone takes."""
+        """Return the grid and the arguments of the kernel that computes dQ alone."""
         p = request.problem
         return Taken((ceil_div(p.seqlen_q, tiles.Br), p.heads_q, p.batch), {})
 
 
 class BoxCopies(Copies):
-    """The copy engine copies boxes. Forward blocks stay for several row tiles, and those of packed
-    sequences are counted for all sequences together.
+    """Grids and arguments of kernels whose tiles are copied in boxes by the copy engine.
+
+    Thread blocks of FA-2's forward kernel compute several work tiles. For packed sequences, the
+    grid is over the tiles of all sequences together.
     """
 
     by_boxes = True
@@ -99,7 +107,7 @@ class BoxCopies(Copies):
     ) -> dict[str, Argument]:
         found = _boxes(("Q", "dO"), tiles.Br, spec.query_ends)
         found |= _boxes("KV", tiles.Bc, spec.key_ends)
-        if spec.planes > 1:  # results leave in float32
+        if spec.planes > 1:  # results are stored in float32, not by boxes
             return found
         if columns:
             found |= _boxes(("dK", "dV"), GROUP_ROWS, request.problem.packed)
@@ -125,17 +133,17 @@ class BoxCopies(Copies):
 
 
 def _in_chunks(spec: Any, Tc: int, heads: int, batch: int) -> Grid:
-    """Return the grid over ``Tc`` column tiles of each of ``heads`` heads.
+    """Return the grid over ``Tc`` column tiles of each of ``heads`` heads, in ``batch`` entries.
 
-    With ``spec.chunk_tiles``, thread blocks take this number of column tiles of each head before
-    the next column tiles.
+    With ``spec.chunk_tiles``, the thread blocks of a chunk (this number of column tiles of each
+    head) come before the thread blocks of the next chunk.
     """
     chunk = spec.chunk_tiles
     return (chunk * heads, batch, ceil_div(Tc, chunk)) if chunk else (Tc, heads, batch)
 
 
 def _unwritten(request: Request, heads: int) -> dict[str, Argument]:
-    """Return O and L of a kernel that leaves them to the merge."""
+    """Return stand-ins for O and L, for a kernel that stores parts of them for the merge."""
     batch, heads_q, rows = request.row_shape
     shape = request.row_shape if heads == 1 else (batch, heads_q // heads, rows, heads)
     d, dtype = request.problem.d_v, request.problem.dtype
@@ -143,12 +151,15 @@ def _unwritten(request: Request, heads: int) -> dict[str, Argument]:
 
 
 def _boxes(names: Iterable[str], rows: int, ends: bool) -> dict[str, Argument]:
-    """Return boxes of ``rows`` rows of these arrays."""
+    """Return arguments for these arrays in boxes of ``rows`` rows.
+
+    ``ends`` says whether a box stops at the end of a sequence.
+    """
     return {name: Boxes(name, rows, ends=ends) for name in names}
 
 
 def _forward_boxes(spec: Any) -> dict[str, Argument]:
-    """Return what a forward kernel takes by boxes."""
+    """Return the arguments Q, K, V and O of a forward kernel, in boxes."""
     page_size = spec.features.page_size
     rows = common_rows(page_size, spec.Bc) if page_size else spec.Bc
     Q = Boxes("Q", GROUP_ROWS, heads=spec.tile_heads, ends=spec.query_ends)
@@ -157,7 +168,10 @@ def _forward_boxes(spec: Any) -> dict[str, Argument]:
 
 
 def _forward_blocks(request: Request, spec: Any, splits: int) -> int:
-    """Return the blocks that are handed FA-2's forward row tiles, or splits of these
+    """Return the number of thread blocks of FA-2's forward kernel.
+
+    Persistent thread blocks are as many as the GPU runs at the same time, or as there are work
+    tiles if these are fewer. Without persistence, each work tile has its own thread block
     (parts/wgmma/scheduler).
     """
     p = request.problem
@@ -170,8 +184,8 @@ def _forward_blocks(request: Request, spec: Any, splits: int) -> int:
 
 
 def _tiles_of_all(rows: int, rows_of_tile: int, problem: Problem) -> int:
-    """Return the number of tiles that cover a head of packed sequences with ``rows`` rows in all.
+    """Return the number of tiles of one head that cover all packed sequences together.
 
-    Some of the tiles are empty (parts/wgmma/scheduler).
+    ``rows`` is the number of rows of all sequences. Some tiles are empty (parts/wgmma/scheduler).
     """
     return rows // rows_of_tile + problem.batch

@@ -1,4 +1,4 @@
-"""Decisions for a call: its unit, its tiles, the number of splits, and the reasons."""
+"""The decision for a pass: unit, tiles, spec and number of splits, each with a reason."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Decision:
     unit : Unit
         Which instructions multiply matrices, and the kernels for them.
     tiles : Tiles
-        Block sizes, threads and stages of the main kernel.
+        Tile sizes, threads and stages of the main kernel.
     spec : Spec
-        Compile-time constants of the main kernel.
+        The facts for which the main kernel is compiled.
     splits : int
         Number of thread blocks that share a row tile in the forward pass, or a column tile in the
         backward pass.

@@ -1,9 +1,11 @@
-"""What was measured, as data: block sizes, times and limits, and what the assembler spills.
+"""The facts behind choices, read from CSV files.
 
-``tiles.csv`` has the block sizes of a kernel up to a head dimension, alone and beside options;
-``measured.csv`` what rules compare; ``spills.csv`` the bytes that kernels spill, as ``python -m
-experiments spills`` compiles them. A row says where it is from: on which GPU which command, or the
-commit whose message has the times.
+file           contents
+tiles.csv      tile sizes of a kernel up to a head dimension, for plain calls and for cases
+measured.csv   numbers that the rules for choices compare
+spills.csv     bytes of registers that kernels spill (``python -m experiments spills`` writes it)
+
+Each row says where it is from: a GPU and a command, or the commit whose message has the times.
 """
 
 from __future__ import annotations
@@ -31,8 +33,15 @@ def _of_kernel(name: str, unit: str, algorithm: str, of: str) -> list[dict[str, 
 
 
 class Size(NamedTuple):
-    """Block sizes up to ``head_dim``, beside what ``beside`` says, and where they are from. ``Bc``
-    is 0 where it is as in other calls; ``most`` is the longest that a short call is, 0 for all.
+    """A row of tiles.csv: the tile sizes of a kernel.
+
+    field      meaning
+    beside     the case, such as "options" or "3 planes"; "" for plain calls
+    head_dim   largest head dimension for which the row holds
+    most       greatest length for which the row of a short call holds; 0: any length
+    Br, Bc     tile sizes; Bc is 0 if the number of columns is the same as in other calls
+    stages     number of stages
+    source     where the row is from
     """
 
     beside: str
@@ -54,7 +63,7 @@ _NUMBERS = Size._fields[1:-1]
 
 @functools.cache
 def sizes(unit: str, algorithm: str, of: str) -> tuple[Size, ...]:
-    """The rows of a unit's kernel; ``of`` is "fwd", "bwd" or "dQ"."""
+    """Return the rows of tiles.csv for a unit's kernel. ``of`` is "fwd", "bwd" or "dQ"."""
     return tuple(
         Size(x["beside"], *(int(x[n] or 0) for n in _NUMBERS), x["source"])  # type: ignore[call-arg, arg-type]
         for x in _of_kernel("tiles.csv", unit, algorithm, of)
@@ -62,7 +71,11 @@ def sizes(unit: str, algorithm: str, of: str) -> tuple[Size, ...]:
 
 
 def size(unit: str, algorithm: str, of: str, head_dim: int, *beside: str) -> Size:
-    """The row of a call of any length beside the first of these that has one, or nothing."""
+    """Return the row of tiles.csv for a call of any length with a head dimension.
+
+    The cases in ``beside`` are tried in order, and then the case "" of plain calls. The first case
+    that has a row for the head dimension is taken.
+    """
     found = [x for x in sizes(unit, algorithm, of) if head_dim <= x.head_dim and not x.most]
     return next(x for what in (*beside, "") for x in found if x.beside == what)
 
@@ -73,12 +86,19 @@ def _measured() -> dict[tuple[str, str], float]:
 
 
 def measured(what: str, setting: object = "") -> float:
-    """The value in ``measured.csv``."""
+    """Return the number of measured.csv with the name ``what`` and the setting ``setting``."""
     return _measured()[what, str(setting)]
 
 
 class Spill(NamedTuple):
-    """Bytes that a kernel with ``option`` spills ``beside`` another, d ``first`` to ``last``."""
+    """A row of spills.csv: two options whose kernel spills registers.
+
+    field         meaning
+    option        flag of one option
+    beside        flag of the other option, or "lengths", "no mask" or "one chunk"
+    first, last   range of head dimensions
+    bytes         number of bytes that the kernel spills; 0: none
+    """
 
     option: str
     beside: str
@@ -93,9 +113,10 @@ _allowed: ContextVar[bool] = ContextVar("fa_numba_spills", default=False)
 
 @contextlib.contextmanager
 def spills_allowed() -> Iterator[None]:
-    """Plan inside what spills too, as who looks for its bytes does.
+    """A context manager inside of which plans may contain kernels that spill registers.
 
-    Requests that are made inside say so (``Request.spilling``).
+    The search for spilled bytes needs such plans. Requests made inside contain this fact
+    (``Request.spilling``).
     """
     token = _allowed.set(True)
     try:
@@ -114,10 +135,10 @@ def _spills(unit: str, algorithm: str, of: str) -> tuple[Spill, ...]:
 
 
 def are_spills_allowed() -> bool:
-    """Return whether this is inside ``spills_allowed``."""
+    """Return whether this code runs inside of ``spills_allowed``."""
     return _allowed.get()
 
 
 def spills(unit: str, algorithm: str, of: str) -> tuple[Spill, ...]:
-    """What spills of a unit's kernels; ``of`` is "fwd" or "bwd"."""
+    """Return the rows of spills.csv of a unit's kernel that spills; ``of`` is "fwd" or "bwd"."""
     return tuple(x for x in _spills(unit, algorithm, of) if x.bytes)

@@ -1,4 +1,4 @@
-"""When the last of some blocks ends, which multiprocessors take as they become free."""
+"""The makespan of a launch: the time until its last thread block ends."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from collections.abc import Iterable
 
 
 def makespan(blocks: Iterable[tuple[int, float]], resident: int) -> float:
-    """When the last block ends, if each begins in its turn as soon as fewer than ``resident`` run.
+    """Return the time until the last of several thread blocks ends.
 
-    ``blocks`` are (how many, how long each takes) in the order in which they begin; a
-    multiprocessor holds one or several.
+    Thread blocks begin in order, and each begins as soon as fewer than ``resident`` others run.
+    ``blocks`` yields pairs (number of equal thread blocks, time of each) in the order in which they
+    begin. The unit of time is the caller's.
     """
     free = [0.0] * resident
     for count, each in blocks:
-        if count > resident and free[0] == max(free):  # rounds of as many as are resident
+        if count > resident and free[0] == max(free):  # complete rounds of resident blocks
             free = [free[0] + count // resident * each] * resident
             count %= resident
         for _ in range(count):

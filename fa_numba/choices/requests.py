@@ -1,4 +1,4 @@
-"""What a caller chose, and what a plan is asked for: all that it depends on, in one value."""
+"""The choices of a caller, and the request: everything on which a plan depends, in one value."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fa_numba.typing import Algorithm, Passes, Splits, UnitName, WarpPartition
 REGISTERED: dict[str, Any] = {}
 PASSES = ("fwd", "bwd")
 PARTITIONS = ("rows", "keys")
-# What one pass alone has a choice of.
+# Choices that exist in one pass only.
 _GRADIENTS = ("return_dbias", "return_dsinks", "return_dcaptured")
 _OF_PASS = {
     "fwd": ("return_lse", "warp_partition", "ablate", "kv_splits"),
@@ -31,18 +31,21 @@ _OF_PASS = {
 
 
 def check_algorithm(algorithm: Any) -> None:
-    """Raise ValueError for what is no algorithm."""
+    """Raise ValueError if the argument is not the name of an algorithm."""
     check_name("algorithm", algorithm, ALGORITHMS)
 
 
 @dataclass(frozen=True)
 class Choices:
-    """How a call is to be computed: its arguments beside arrays, options, ``out`` and ``stream``,
-    as the public functions document them. A call's launches are kept by it, plans are asked for
-    with it.
+    """The caller's choices of how to compute a call.
 
-    Raises TypeError or ValueError for a value that no call has, and for one that ``passes`` ("fwd"
-    or "bwd") has no choice of; what a unit has no choice of is found when a plan is made.
+    These are the arguments of the public functions except arrays, options, ``out`` and ``stream``.
+    The public functions document them. The choices are part of the key of the launch cache, and of
+    a request for a plan.
+
+    A value that no call allows raises TypeError or ValueError. A choice that the pass ``passes``
+    ("fwd" or "bwd") does not have raises ValueError. A choice that the unit does not have is found
+    later, when a plan is made.
     """
 
     algorithm: Algorithm
@@ -63,7 +66,7 @@ class Choices:
     _hash: int = field(init=False, repr=False, compare=False, default=0)
 
     def __post_init__(self) -> None:
-        own = vars(self)  # what a frozen class sets its fields by
+        own = vars(self)  # sets the fields of a frozen class
         for name in ("return_lse", "deterministic", *_GRADIENTS, "dlse"):
             own[name] = as_flag(name, own[name])
         check_name("passes", self.passes, PASSES)
@@ -103,11 +106,11 @@ _P = ParamSpec("_P")
 
 
 def _once(make: Callable[_P, Choices]) -> Callable[_P, Choices]:
-    """Return a function with the parameters of ``Choices``, which checks equal arguments once."""
+    """Return a function like ``make`` that checks equal arguments once and keeps the result."""
     checked: Any = functools.lru_cache(maxsize=4096, typed=True)(make)
 
     def choices_of(*given: _P.args, **named: _P.kwargs) -> Choices:
-        """Return the ``Choices`` of these arguments, one object for equal arguments."""
+        """Return the ``Choices`` of these arguments. Equal arguments give the same object."""
         try:
             return checked(*given, **named)
         except TypeError:  # wrong, or without a hash
@@ -121,14 +124,19 @@ choices_of = _once(Choices)
 
 @dataclass(frozen=True)
 class Request:
-    """A pass of an algorithm over a problem, as a caller chose it, on a device.
+    """The value from which a plan is made: a pass over a problem, choices, and a device.
 
-    ``aligned``: every row of the inputs and outputs starts at a 16-byte address and is contiguous,
-    and no axis goes backwards.
-    ``shared_limit`` (bytes of shared memory a block) and ``capability`` are the device's,
-    ``multiprocessors`` is how many there are to keep busy, 0 on the emulator. ``unit`` is the name
-    of what computes, empty as long as it is not decided; measures to do without are in its order
-    then. ``spilling``: kernels that spill registers may be planned too (``facts.spills_allowed``).
+    field             meaning
+    choices           the caller's choices: algorithm, pass, unit, tiles and so on
+    problem           sizes and options
+    aligned           whether every row of inputs and outputs is contiguous and starts at a 16-byte
+                      address, and no stride is negative
+    shared_limit      shared memory per thread block in bytes, of the device
+    capability        compute capability of the device, such as (9, 0)
+    multiprocessors   number of multiprocessors to keep busy; 0 on the emulator
+    unit              name of the unit; empty until the unit is chosen. After that, the measures to
+                      switch off are in the order of the unit
+    spilling          whether kernels that spill registers may be planned (``facts.spills_allowed``)
     """
 
     choices: Choices
@@ -142,26 +150,26 @@ class Request:
 
     @classmethod
     def here(cls, choices: Choices, problem: Problem, aligned: bool) -> Request:
-        """The request to the current device, or the one that plans are made for."""
+        """Return the request for the current device, or for the device that plans are made for."""
         count = device.multiprocessors() if device.planned_for_gpu() else 0
         limits = device.shared_bytes_limit(), device.compute_capability(), count
         return cls(choices, problem, aligned, *limits, spilling=are_spills_allowed())
 
     def chosen(self, **changed: Any) -> Request:
-        """The request with other choices, of these names."""
+        """Return the request with some of its choices replaced."""
         return replace(self, choices=replace(self.choices, **changed))
 
     @property
     def kernel(self) -> tuple[str, str]:
-        """(algorithm, pass)."""
+        """(algorithm, pass), such as ("fa2", "fwd")."""
         return self.choices.algorithm, self.choices.passes
 
     @functools.cached_property
     def features(self) -> Features:
-        """The options that its main kernel is compiled for."""
+        """The features for which the main kernel is compiled."""
         choices = self.choices
         splits = choices.kv_splits not in ("auto", 1)
-        # What else takes D from memory takes it with dL.
+        # Only FA-1 computes D in its main kernel. In other kernels, D contains dL already.
         scaled = PRECISIONS[self.problem.precision].scaled
         found = Features.of(
             self.problem,
@@ -171,18 +179,21 @@ class Request:
             dlse=choices.dlse and choices.algorithm == "fa1",
             scaled_dout=scaled and choices.passes == "bwd",
         )
-        # Backward L has them.
+        # In the backward pass, L contains the sinks already.
         return replace(found, sinks=found.sinks and choices.passes == "fwd")
 
     @property
     def lengths(self) -> Features:
-        """Options of a kernel that copies and multiplies: which rows and columns there are."""
+        """The features of a kernel that only copies and multiplies: the lengths of sequences."""
         own = self.features
         return replace(PLAIN, q_lens=own.q_lens, kv_lens=own.kv_lens, packed=own.packed)
 
     @property
     def lengths_of_rows(self) -> Features:
-        """Options of the kernel that makes D row by row, packed sequences as one long one."""
+        """The features of the kernel that computes D row by row.
+
+        It treats packed sequences as one long sequence.
+        """
         return replace(self.lengths, packed=False, dlse=self.choices.dlse)
 
     @property
@@ -191,13 +202,13 @@ class Request:
 
     @property
     def matrix_dtype(self) -> str:
-        """The dtype that products are computed in: the problem's, or that of its planes."""
+        """The dtype in which products are computed: the problem's dtype, or the dtype of planes."""
         p = self.problem
         return p.dtype if p.precision == "ieee" else PRECISIONS[p.precision].dtype
 
     @property
     def row_shape(self) -> tuple[int, int, int]:
-        """Shape of one value for each row of Q, as kernels take it: (batch, heads, rows)."""
+        """Shape of an array with one number per row of Q in kernels: (batch, heads, rows)."""
         shape = self.problem.lse_shape
         return (1, *shape) if self.problem.packed else shape  # type: ignore[return-value]
 

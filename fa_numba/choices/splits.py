@@ -1,5 +1,7 @@
-"""How many thread blocks share the columns of a row tile of FlashAttention-2's forward pass, or a
-column tile of its backward pass.
+"""The choice of key splits and group splits of FlashAttention-2.
+
+Key splits: several thread blocks share the columns of a row tile (forward pass). Group splits:
+several thread blocks share a column tile (backward pass).
 """
 
 from __future__ import annotations
@@ -17,20 +19,25 @@ from fa_numba.problem import Problem
 from fa_numba.tiling import Tiles
 from fa_numba.tiling.spec import Spec
 
-# Row tiles this high are computed for longer than their K and V take to come.
+# Row tiles with at least this number of rows are limited by computing, not by loading K and V.
 HIGH = 64
-# Rounds of splits that are tried where row tiles are of unequal length, and of shares backward.
+# Limits of the numbers of splits that are tried: at most this number of rounds of thread blocks, if
+# row tiles have unequal lengths (forward), or for the shares of column tiles (backward).
 _MOST_ROUNDS, _MOST_SHARES = 4, 8
-# Blocks that share the rows of a query head, as "auto" tries them.
+# Numbers of thread blocks that share the rows of a query head. "auto" tries these numbers.
 _ROW_SPLITS = (2, 3, 4, 6, 8, 12, 16)
-# Blocks along the second axis of a grid.
+# Most thread blocks along the second axis of a grid.
 MAX_SHARES = 65535
 
 
 def _fewest(
     name: str, tried: Sequence[int], ends: Callable[[int], float], unit: str, whose: str
 ) -> Chosen:
-    """The number that ends first, the least of these; ``name`` is the argument that chooses it."""
+    """Return the number of splits with which the pass ends first; of equal times, the first tried.
+
+    ``ends`` takes a number and returns the time, in ``unit``. ``name`` is the option, and ``whose``
+    is the beginning of the reason.
+    """
     times = {n: ends(n) for n in tried}
     best = min(times, key=times.__getitem__)
     if len(times) == 1:
@@ -41,13 +48,22 @@ def _fewest(
 
 
 def chosen_splits(request: Request, tiles: Tiles, spec: Spec, blocks: int) -> Chosen:
-    """The splits of the columns that a request asks for, or for "auto" those that keep the GPU
-    busy.
+    """Return the number of key splits of a forward pass (``kv_splits``), and the reason.
 
-    One where ``blocks``, those of unsplit columns, are as many as are resident on the GPU, and on
-    the emulator. Else those with which the last block ends first, by ``makespan`` in visits of a
-    column tile. Under a causal mask the last row tiles are longer than the others, and one where
-    the longest takes no longer than an even share of all.
+    The first case that applies decides:
+
+    case                                                           number
+    the caller chose a number                                      this number
+    the emulator                                                   1
+    unequal row tiles, the longest takes at most an even share     1
+    equal row tiles, which fill the GPU                            1
+    otherwise                                                      the number that ends first
+
+    Row tiles are unequal under a causal mask, or a window with a right bound only, if a head has
+    more than one. The last row tiles are the longest then. Calls with packed sequences or a block
+    mask are treated as if row tiles were equal. ``blocks`` is the number of row tiles of the call.
+    An even share is the time of all row tiles, divided by the number of thread blocks that run at
+    the same time. The end is the ``makespan`` in visits of a column tile.
     """
     if request.choices.kv_splits != "auto":
         return Chosen(int(request.choices.kv_splits), "chosen by the caller")
@@ -60,11 +76,11 @@ def chosen_splits(request: Request, tiles: Tiles, spec: Spec, blocks: int) -> Ch
         Tr = ceil_div(p.seqlen_q, rows)
         heads, total, most = blocks // Tr, 0, _MOST_ROUNDS * resident // blocks
         columns: list[int] = []
-        for i in reversed(range(Tr)):  # the longest begins first
+        for i in reversed(range(Tr)):  # the longest row tile begins first
             end = min((i + 1) * rows, p.seqlen_q) - 1
             columns.append(max(1, ceil_div(p.columns_end(end), tiles.Bc)))
             total += columns[-1]
-            if columns[0] * resident <= heads * total:  # of many row tiles the first few say so
+            if columns[0] * resident <= heads * total:  # often after only a few row tiles
                 why = "no split: the longest row tile takes no longer than an even share of all"
                 return Chosen(1, why)
     elif blocks >= resident:
@@ -92,7 +108,10 @@ def chosen_splits(request: Request, tiles: Tiles, spec: Spec, blocks: int) -> Ch
 
 
 def _of_sums(request: Request, tiles: Tiles, spec: Spec, splits: int) -> tuple[float, float]:
-    """Visits of a column tile that O, l and m of splits take: of each block, and of the call."""
+    """Return the time that O, l and m of splits take, in visits of a column tile.
+
+    The first number is the time of each thread block, the second number the time of the call.
+    """
     p = request.problem
     if splits == 1:
         return 0, 0.0
@@ -107,7 +126,12 @@ def _of_sums(request: Request, tiles: Tiles, spec: Spec, splits: int) -> tuple[f
 
 
 def _side_by_side(request: Request, tiles: Tiles, spec: Spec) -> int:
-    """Blocks that a multiprocessor takes at a time: high ones are busy alone, low ones wait."""
+    """Return the number of thread blocks that are expected to run on a multiprocessor together.
+
+    It is 1 for tiles of at least ``HIGH`` rows, which keep a multiprocessor busy. Lower tiles wait
+    for memory: for them it is the number whose loads keep memory busy, if they fit in shared
+    memory.
+    """
     if tiles.Br >= HIGH:
         return 1
     wanted = int(measured("bytes of shared memory whose loads keep memory busy"))
@@ -116,7 +140,7 @@ def _side_by_side(request: Request, tiles: Tiles, spec: Spec) -> int:
 
 
 def _columns(request: Request, tiles: Tiles) -> int:
-    """The most columns that a row tile visits, but for a block mask."""
+    """Return the greatest number of columns that a row tile visits; a block mask is ignored."""
     p = request.problem
     if p.left is None or p.right is None:
         return p.seqlen_k
@@ -127,7 +151,7 @@ def _columns(request: Request, tiles: Tiles) -> int:
 
 
 def check_group_splits(request: Request) -> None:
-    """Raise ValueError where a column tile's query heads cannot be split as the request asks."""
+    """Raise ValueError if ``group_splits`` is a number that the request cannot have."""
     p, splits = request.problem, request.choices.group_splits
     if splits in ("auto", 1):
         return
@@ -158,15 +182,24 @@ def check_group_splits(request: Request) -> None:
 
 
 def chosen_group_splits(request: Request) -> Chosen:
-    """The blocks that share a column tile of a K/V head: those that a request asks for, or for
-    "auto" the number with which the parts of dK and dV are summed first, by ``makespan`` in visits
-    of a row tile, each some 3 microseconds of a multiprocessor, 10 Br Bc d FLOPs.
+    """Return the number of group splits of a backward pass (``group_splits``), and the reason.
 
-    Blocks go to multiprocessors in their order; under a causal mask the first column tiles take
-    longest. Several blocks have query heads each, or the rows of one; each loads Kj and Vj, and
-    stores its parts in float32, which two more kernels add up. One where there are many rounds of
-    blocks, and on the emulator. The tiles are known before the splits, and the kernel's variant
-    after.
+    The first case that applies decides:
+
+    case                                       number
+    the caller chose a number                  this number
+    no kernel of the unit splits column tiles  1
+    the emulator, or no columns                1
+    many column tiles                          1
+    otherwise                                  the number that ends first
+
+    The end is the ``makespan`` until the parts of dK and dV are summed, in visits of a row tile. A
+    visit takes about 3 microseconds of a multiprocessor, for 10 Br Bc d FLOPs. Thread blocks go to
+    multiprocessors in order. Under a causal mask the first column tiles take longest.
+
+    The thread blocks of a column tile have query heads of their own, or rows of one query head.
+    Each loads Kj and Vj, and stores parts of dK and dV in float32. Two more kernels add these up.
+    The tiles are known before the number is chosen, and the kernel's variant after it.
     """
     if request.choices.group_splits != "auto":
         return Chosen(int(request.choices.group_splits), "chosen by the caller")
@@ -175,7 +208,7 @@ def chosen_group_splits(request: Request) -> Chosen:
     p, multiprocessors = request.problem, request.multiprocessors
     tiles, chunk = UNITS[request.unit].column_tiles(request)
     heads, sequences = p.heads_k * p.batch, [(p.seqlen_q, p.seqlen_k)]
-    if p.packed:  # a head's blocks take one after the other
+    if p.packed:  # the thread blocks of a head cover one sequence after the other
         heads, sequences = p.heads_k, [p.lengths(b) for b in range(p.batch)]
     Tc = sum(ceil_div(Nk, tiles.Bc) for _, Nk in sequences)
     if not multiprocessors or not Tc:
@@ -211,13 +244,13 @@ def chosen_group_splits(request: Request) -> Chosen:
 
 
 def _can_split_group(request: Request) -> bool:
-    """Whether there is a kernel whose blocks share the query heads of a K/V head."""
+    """Return whether the unit has a kernel whose thread blocks share a column tile."""
     largest = UNITS[request.unit].splits_group.get(request.kernel, 0)
     return not request.features.precision and request.problem.largest_dim <= largest
 
 
 def _group_splitting() -> str:
-    """Return which algorithms have such a kernel, in words."""
+    """Return text that names the algorithms and units with kernels that split column tiles."""
     return one_of(
         f"algorithm {algorithm!r} on unit {unit.name!r}, with a head_dim of at most {largest}"
         for unit in UNITS.values()
@@ -226,7 +259,10 @@ def _group_splitting() -> str:
 
 
 def _can_split_rows(request: Request) -> bool:
-    """Whether blocks can share a query head's rows too: kernels that change scores would spill."""
+    """Return whether thread blocks may share the rows of one query head too.
+
+    Kernels for options that change scores would spill registers, and may not.
+    """
     return not request.features.changes_scores
 
 
@@ -235,7 +271,10 @@ def _divisors(n: int) -> list[int]:
 
 
 def _row_tiles(p: Problem, tiles: Tiles, Nq: int, Nk: int, j: int) -> int:
-    """The row tiles that column tile j of a sequence visits, of each query head."""
+    """Return the number of row tiles of each query head that visit column tile j of a sequence.
+
+    The sequence has ``Nq`` rows and ``Nk`` columns. A block mask is not regarded.
+    """
     diagonal, first, end = Nk - Nq, 0, Nq
     if p.right is not None:
         first = max(0, j * tiles.Bc - diagonal - p.right) // tiles.Br * tiles.Br
@@ -245,7 +284,11 @@ def _row_tiles(p: Problem, tiles: Tiles, Nq: int, Nk: int, j: int) -> int:
 
 
 def _in_launch_order(Tc: int, shares: int, chunk: int) -> Iterator[int]:
-    """The column tile of each block in turn, as ``column_tile`` of parts/wgmma/key_tiles.py."""
+    """Yield the number of the column tile of each thread block, in the order of launch.
+
+    There are ``Tc`` column tiles, each with ``shares`` thread blocks, in chunks of ``chunk`` tiles
+    (0: one chunk). The order is the one of ``column_tile`` in parts/wgmma/key_tiles.py.
+    """
     for begin in range(0, Tc, chunk or Tc):
         for _ in range(shares):
             yield from range(begin, min(begin + (chunk or Tc), Tc))

@@ -1,7 +1,7 @@
-"""Block sizes that nobody chose: the papers' rule, and what this project takes by unit and pass.
+"""The choice of tiles if the caller gives none, for each unit and pass.
 
-The sizes are rows of ``tiles.csv``; what is here makes them fit memory, registers and sequences,
-and picks between those that were measured.
+The measured tiles are rows of tiles.csv. The functions of this module select a row, and shrink its
+tiles until they fit memory, registers and the sequence.
 """
 
 from __future__ import annotations
@@ -26,13 +26,19 @@ from fa_numba.tiling.wgmma_variants import LARGEST_ATOMIC, default_wgmma_backwar
 
 
 def paper_rule(M: int, head_dim: int) -> tuple[int, int]:
-    """(Br, Bc) of FlashAttention's Algorithm 1, line 1, for M floats of on-chip memory."""
+    """Return (Br, Bc) of FlashAttention's Algorithm 1, line 1.
+
+    ``M`` is the on-chip memory in floats. Bc is ceil(M / 4d), and Br is min(Bc, d).
+    """
     Bc = ceil_div(M, 4 * head_dim)
     return min(Bc, head_dim), Bc
 
 
 def _needed(size: int, seqlen: int, least: int = 16) -> int:
-    """``size``, or for a short sequence the power of two that holds it, from ``least`` on."""
+    """Return the size of a tile for a sequence: ``size``, or less if the sequence is shorter.
+
+    For a short sequence it is the next power of two from ``seqlen`` on, at least ``least``.
+    """
     return min(size, max(least, power_of_two(seqlen)))
 
 
@@ -40,7 +46,7 @@ _T = TypeVar("_T")
 
 
 class Chosen(NamedTuple, Generic[_T]):
-    """What was chosen for a call, by the caller or by a rule, and the reason in words."""
+    """A choice for a call, made by the caller or by a rule, and the reason in words."""
 
     value: _T
     why: str
@@ -49,19 +55,23 @@ class Chosen(NamedTuple, Generic[_T]):
 def simt_tiles(
     algorithm: str, of: str, seqlen_q: int, seqlen_k: int, head_dim: int, shared_limit: int
 ) -> Chosen:
-    """The ``Tiles`` of an algorithm's kernels on CUDA cores, ``of`` "fwd" or "bwd", with
-    ``shared_limit`` bytes of shared memory a block.
+    """Return the tiles of the kernels on CUDA cores, and the reason.
 
-    FlashAttention-1 takes Bc forward from its line 1 (ceil(M / 4d), as a power of two up to 128);
-    the others are rows of the table. Both sizes are halved, the larger first, until shared memory
-    and registers hold them, and no block is larger than the sequence needs.
+    ``of`` is "fwd" or "bwd". ``shared_limit`` is the shared memory of a thread block in bytes.
+
+    kernel         Br from       Bc from
+    FA-1 forward   tiles.csv     line 1 of its algorithm, ceil(M / 4d), as a power of two up to 128
+    all others     tiles.csv     tiles.csv
+
+    Both sizes are reduced for short sequences. Then they are halved, the larger size first, until
+    shared memory and registers hold the tiles.
     """
     backward = of == "bwd"
     row = size("simt", "fa2", of, head_dim)
     Bc, why = row.Bc, str(row)
     if algorithm == "fa1" and not backward:
         wanted = paper_rule(shared_limit // 4, head_dim)[1]
-        Bc = min(128, power_of_two(wanted + 1) // 2)  # rounded down
+        Bc = min(128, power_of_two(wanted + 1) // 2)  # rounded down to a power of two
         why = f"{row.Br} x {Bc} with Bc as in Algorithm 1, line 1, of arXiv 2205.14135, rounded"
     Br, Bc = _needed(row.Br, seqlen_q), _needed(Bc, seqlen_k)
     while (Br, Bc) != (4, 8):
@@ -79,12 +89,23 @@ def mma_tiles(
     algorithm: str, of: str, seqlen_q: int, seqlen_k: int, head_dim: int, shared_limit: int,
     features: Features = PLAIN, keys: bool = False,
 ) -> Chosen:  # fmt: skip
-    """The ``Tiles`` of an algorithm's kernels on tensor cores, ``of`` "fwd", "bwd" or "dQ": a
-    row of the table, halved until memory and registers hold it. With ``keys`` the warps of a block
-    share columns.
+    """Return the tiles of the kernels on tensor cores (unit "mma"), and the reason.
 
-    Where 32 rows a warp would spill registers, or an option's own values or planes make them, it
-    takes 16.
+    ``of`` is "fwd", "bwd" or "dQ" (the kernel that computes dQ alone). With ``keys``, warps divide
+    the columns. The table says which cases of tiles.csv are tried, in this order, before "":
+
+    call                                              cases
+    bias                                              "bias", "options"
+    another option that takes registers               "options"
+    warps divide the columns                          "keys"
+    the same with an option that takes registers      "keys options", "keys"
+    float32 in n planes                               "n planes", "planes"
+    the same if warps divide the columns              "keys planes"
+
+    The tiles are reduced for short sequences, and until memory and registers hold them. In a
+    forward pass a warp has 32 rows if possible. It has 16 rows for FA-1, with planes, and for head
+    dimensions and options with which 32 rows would spill registers. In a backward pass of FA-1, or
+    with planes, a warp has 16 columns.
     """
     d, crowded = round_up(head_dim, 16), features.crowds
     planes = features.planes > 1
@@ -114,12 +135,12 @@ def mma_tiles(
     Br, Bc = _needed(Br, seqlen_q, least_rows), _needed(Bc, seqlen_k, least_columns)
     found = _shrunk(Br, Bc, select, least_rows, least_columns)
     threads = None
-    if gradients and (algorithm == "fa1" or planes):  # which reads O and dQ too: 16 columns a warp
+    if gradients and (algorithm == "fa1" or planes):  # FA-1 reads O and dQ too: 16 columns a warp
         threads = 2 * least_rows // 16 * found.Bc
     elif algorithm == "standard":
         threads = 2 * found.Br if found.Br == found.Bc == 128 else None
     elif of == "fwd":
-        older = shared_limit < 200 * 1024  # than compute capability 9.0
+        older = shared_limit < 200 * 1024  # below compute capability 9.0
         narrow = algorithm == "fa1" or 64 < d < 128 or (d == 64 and features.packed)
         narrow |= d == 128 and (crowded or (older and (features.causal or features.splits)))
         narrow &= found.Br % 128 == 0 or features.splits
@@ -131,8 +152,10 @@ def mma_tiles(
 
 
 def unspilled(request: Request, rule: Callable[[], Chosen]) -> Chosen:
-    """The rule's ``Tiles`` of FlashAttention-2's backward pass on tensor cores. The assembler for
-    Blackwell spills 32 x 64 at these head dimensions, unless eight warps share them.
+    """Return the tiles that ``rule`` chooses for FA-2's backward pass on unit "mma".
+
+    If they are 32 x 64 for head dimensions from 145 to 160 on Blackwell, they get 256 threads. With
+    fewer threads the assembler spills registers. The result contains the reason too.
     """
     tiles, why = rule()
     crowded = 144 < request.problem.largest_dim <= 160 and request.capability >= (10, 0)
@@ -143,6 +166,7 @@ def unspilled(request: Request, rule: Callable[[], Chosen]) -> Chosen:
 
 
 def _fitted(tiles: Tiles, why: str) -> Chosen:
+    """Return a choice of tiles. If ``why`` names other tiles, the reason says so."""
     size = f"{tiles.Br} x {tiles.Bc}"
     fitted = f"{size} is used, because larger tiles do not fit or the sequence is shorter"
     return Chosen(tiles, why if f" {size} " in f" {why}" else f"{why}; {fitted}")
@@ -151,10 +175,11 @@ def _fitted(tiles: Tiles, why: str) -> Chosen:
 def _shrunk(
     Br: int, Bc: int, select: Callable[[Tiles], Any], least_rows: int, least_columns: int
 ) -> Tiles:
-    """The first tiles from Br x Bc down that ``select`` has a specialisation for.
+    """Return the first tiles, from Br x Bc down, for which ``select`` returns a spec.
 
-    Columns are halved first, to a multiple of 16, down to 32; then rows, down to ``least_rows``;
-    then columns to ``least_columns``. Raises ``select``'s ValueError where the last do not fit.
+    The order is: columns are halved (to multiples of 16) down to 32; then rows are halved down to
+    ``least_rows``; then columns are halved down to ``least_columns``. If the smallest tiles do not
+    fit, raise the ValueError of ``select``.
     """
     while (Br, Bc) != (least_rows, least_columns) and not is_valid(Tiles(Br, Bc), select):
         if Bc > 32 or Br == least_rows:
@@ -172,11 +197,12 @@ _LEAST_COLUMNS = 64  # of a tile, however few keys there are
 
 
 def hopper_tiles(request: Request, heads: int, select: Callable[[Tiles], Any]) -> Chosen:
-    """The ``Tiles`` of FlashAttention-2's forward kernel on Hopper's tensor cores, the fastest of
-    those measured, where the rows of so many query ``heads`` share a tile: three consumers where
-    registers allow it and their tiles end first; as many columns as memory holds, or all there are.
-    Registers hold O, so that V's head dimension decides, where memory holds a wider K for
-    ``select`` to have a specialisation; beside a bias, which spills then, the larger one.
+    """Return the tiles of FA-2's forward kernel on Hopper's tensor cores, and the reason.
+
+    ``heads`` is the number of query heads whose rows share a row tile. ``select`` makes a spec of
+    tiles. The head dimension of V decides, because O is in registers. The larger head dimension
+    decides with a bias, which would spill registers otherwise, and if shared memory does not hold a
+    wider K.
     """
     p = request.problem
     found = _hopper_tiles(request, heads, p.d_v)
@@ -186,11 +212,24 @@ def hopper_tiles(request: Request, heads: int, select: Callable[[Tiles], Any]) -
 
 
 def _hopper_tiles(request: Request, heads: int, d: int) -> Chosen:
+    """Return the tiles of FA-2's forward kernel on Hopper for the deciding head dimension ``d``.
+
+    The first case that applies decides:
+
+    case                                              tiles
+    planes                                            the row for planes in tiles.csv
+    at most 64 rows                                   one consumer (64 rows)
+    a short call (``_short``)                         the row for short calls in tiles.csv
+    three consumers lack registers or are slower      two consumers (128 rows)
+    not causal                                        two or three consumers, which end first
+    causal, all row tiles run at the same time        two consumers
+    causal                                            three consumers for long sequences, else two
+    """
     p, features = request.problem, request.features
     rows = p.seqlen_q * heads
     window = 0 if p.left is None or p.right is None else p.left + p.right + 1
     kind = "options" if features.crowds else ""
-    if features.bias:  # whose tile is in registers too
+    if features.bias:  # a tile of the bias takes registers too
         others = replace(features, bias=False, causal=False) != PLAIN
         kind = "bias options" if others else "bias causal" if p.causal else "bias"
     if features.planes > 1:
@@ -198,7 +237,7 @@ def _hopper_tiles(request: Request, heads: int, d: int) -> Chosen:
         Bc = min(row.Bc, max(_LEAST_COLUMNS, round_up(p.seqlen_k, 16)))
         return Chosen(Tiles(row.Br, Bc, stages=row.stages), str(row))
     wide = size(*_FORWARD, d, kind)
-    if rows <= GROUP_ROWS:  # a consumer's: the columns' way from memory counts
+    if rows <= GROUP_ROWS:  # one consumer: the time is the loading time of K and V
         few = size(*_FORWARD, d, "few rows") if PANEL < d <= 2 * PANEL else wide
         why = f"one consumer warpgroup takes all rows ({rows}): {few}"
         return Chosen(Tiles(GROUP_ROWS, few.Bc, stages=2), why)
@@ -225,12 +264,12 @@ def _hopper_tiles(request: Request, heads: int, d: int) -> Chosen:
             tiles, why = three, "three consumer warpgroups"
         why += f" finish first: three need {ends[0]} rounds of {each:g} time units, two need "
         why += f"{ends[1]} rounds of 1"
-    # Where all of two consumers are resident at once, the longest is what the call takes.
+    # If all row tiles of two consumers run at once, the call takes as long as the longest one.
     elif _row_tiles(request, rows, heads, two.Br) <= request.multiprocessors:
         why += ", because all row tiles run at once and the longest one sets the time of the call"
     else:
         lens = p.q_lens if p.packed and p.q_lens else (rows,)
-        longest = sum(n * n for n in lens) // max(1, sum(lens))  # where most rows are
+        longest = sum(n * n for n in lens) // max(1, sum(lens))  # average length over all rows
         what = "causal rows from which three consumers end first"
         least = next((measured(what, n) for n in (PANEL, 80) if d <= n), math.inf)
         if longest > least:
@@ -244,7 +283,12 @@ _TIME_OF_THREE = "time of a tile of three consumers over one of two"
 
 
 def _short(request: Request, rows: int, window: int) -> Size | None:
-    """The row of a call whose row tiles are too short to have the next one's operands in time."""
+    """Return the row of tiles.csv for a call that is so short that loads are not ready in time.
+
+    ``rows`` is the number of rows of a head, or of the heads that share a tile. ``window`` is the
+    number of columns that a row sees in a window, 0 without a window. The result is None if the
+    call is not short, or has options with which short calls were not measured.
+    """
     p, features = request.problem, request.features
     if not takes_slots(features):
         return None
@@ -264,7 +308,10 @@ def _row_tiles(request: Request, rows: int, heads: int, Br: int) -> int:
 
 
 def _rounds(request: Request, rows: int, heads: int, Br: int) -> int:
-    """Rounds of resident row tiles; of packed sequences rows times their columns."""
+    """Return the number of rounds in which the GPU runs all row tiles with ``Br`` rows.
+
+    For packed sequences it is a measure of time: the sum of row tiles times columns.
+    """
     p = request.problem
     if p.packed and p.q_lens:
         return sum(ceil_div(n, Br) * n for n in p.q_lens)
@@ -273,19 +320,27 @@ def _rounds(request: Request, rows: int, heads: int, Br: int) -> int:
 
 
 def takes_slots(features: Features) -> bool:
-    """Whether more slots of Q, K and V, or more blocks, were measured beside these options."""
+    """Return whether a call has no options except a causal mask and a window.
+
+    Only for such calls were more slots of Q, K and V, and more thread blocks per multiprocessor,
+    measured.
+    """
     return replace(features, causal=False, window=False) == PLAIN
 
 
 def _hold_three(tiles: Tiles, head_dim: int, features: Features) -> bool:
-    """Whether three consumers' registers hold the tiles; with a window or a cap they are slower."""
+    """Return whether three consumers may be used for tiles of a head dimension.
+
+    Registers must hold the tiles, and there must be no window, softcap or bias. With these options
+    three consumers are slower than two.
+    """
     spec = WgmmaSpec(head_dim, tiles.Br, tiles.Bc, 4, tiles.Br // 2)
     slower = features.window or features.softcap or features.bias
     return spec.fits_registers and not slower and spare_taken(features) <= SPARE
 
 
 def hopper_fa1_tiles(problem: Problem, features: Features) -> Chosen:
-    """The ``Tiles`` of FlashAttention-1's forward kernel on Hopper's tensor cores."""
+    """Return the tiles of FA-1's forward kernel on Hopper's tensor cores, and the reason."""
     kinds = [] if replace(features, causal=False) == PLAIN else ["options"]
     if features.planes > 1:
         kinds = [f"{features.planes} planes", "planes"]
@@ -298,7 +353,8 @@ def hopper_fa1_tiles(problem: Problem, features: Features) -> Chosen:
 def hopper_adds_dq(request: Request) -> bool:
     """Return whether the backward kernel on Hopper's tensor cores adds dQ.
 
-    Otherwise a second kernel computes dQ.
+    Otherwise a second kernel computes dQ: with ``deterministic=True``, and for head dimensions
+    above ``LARGEST_ATOMIC`` (FA-2 only).
     """
     choices = request.choices
     apart = choices.deterministic or request.problem.largest_dim > LARGEST_ATOMIC
@@ -306,21 +362,32 @@ def hopper_adds_dq(request: Request) -> bool:
 
 
 def hopper_backward_tiles(request: Request) -> Tiles:
-    """Return the ``Tiles`` of a backward pass on Hopper's tensor cores, the only ones possible."""
+    """Return the tiles of a backward pass on Hopper's tensor cores. No other tiles are possible."""
     sizes = request.problem.largest_dim, hopper_adds_dq(request), request.features.planes
     return default_wgmma_backward_tiles(*sizes, algorithm=request.choices.algorithm)
 
 
-MOST_CHUNKS = 65535  # blocks along the last axis of a grid
-_SMALL_HEAD = 64  # whose Q and dO of many columns each chunk would read from memory
+MOST_CHUNKS = 65535  # most thread blocks along the last axis of a grid
+_SMALL_HEAD = 64  # largest small head dimension: Q and dO of long sequences come from memory again
 
 
 def chunk_tiles(request: Request, Bc: int) -> int:
-    """How many column tiles of each head go before the next ones in a backward pass on Hopper's
-    tensor cores, causal or, of small heads, with a block mask: 0 for those of one head after the
-    other, as in all other calls; all of a few K/V heads, whose long tiles begin at once; of many
-    heads as many as read Q and dO together. Twice as many, until the grid's last axis has no more
-    chunks than it takes.
+    """Return the number of column tiles of each head in a chunk (FA-2's backward pass on Hopper).
+
+    The grid visits a chunk of all heads before the next chunk. Column tiles of unequal length are
+    then spread better. ``Bc`` is the number of columns of a tile. The first case that applies
+    decides:
+
+    case                                                                      number
+    FA-1                                                                      0: no chunks
+    neither a causal mask, nor a block mask with head_dim up to 64            0
+    few K/V heads in the batch                                                1
+    columns fit in one chunk, and a kernel without chunks does not spill      0
+    otherwise                                                                 chunk / Bc
+
+    The size of a chunk in columns is a number in measured.csv. It is larger for long sequences with
+    small head dimensions, and for head dimensions above 128. The number of column tiles is doubled
+    until the grid has at most ``MOST_CHUNKS`` chunks.
     """
     p = request.problem
     unequal = p.causal or (p.sparse and p.largest_dim <= PANEL)
@@ -347,22 +414,36 @@ BEHIND = ("slope_of", "dcaptured")
 
 
 def _spilling(head_dim: int, features: Features) -> list[tuple[str, str]]:
-    """Options that are on, and beside what Hopper's backward kernels spill with them."""
+    """Return pairs of options for which Hopper's backward kernels spill registers in a call.
+
+    A pair is a row of spills.csv: an option that is on, and the case in which it spills. The caller
+    has to check the case.
+    """
     return [
         (x.option, x.beside)
         for x in spills("wgmma", "fa2", "bwd")
         if x.first <= head_dim <= x.last
         and getattr(features, x.option)
-        # Behind a function what is added is another kernel's.
+        # With kept scores another kernel adds ALiBi slopes and a bias.
         and (x.beside in BEHIND or not (features.scores_stay and x.option in ADDED))
     ]
 
 
 def lacks_together(head_dim: int, features: Features, dq_alone: bool, spilling: bool) -> str:
-    """Options that the backward kernels on Hopper's tensor cores do not have together, in words;
-    empty for none. With a cap alone dS is made of the scores as they come from the cap, before
-    slopes or a bias, and before P, which dropout marks; so it is behind a function, in a kernel
-    that makes dQ alone (``dq_alone``); the others spill, which they may with ``spilling``.
+    """Return text that names two options which Hopper's backward kernels do not support together.
+
+    The text is empty if there are no such options. ``dq_alone`` says whether a second kernel
+    computes dQ. ``spilling`` allows options with which kernels spill registers.
+
+    options                                       not supported
+    softcap with ALiBi slopes, bias or dropout    if no score_mod keeps the scores until dS
+    a score_mod that keeps scores, with dropout   if a second kernel computes dQ
+    a score_mod that keeps scores, with bias      for head dimensions above ``LARGEST_ATOMIC``
+    ALiBi slopes with bias                        always
+    pairs in spills.csv                           in the cases that the table names
+
+    With a softcap alone, dS is computed from the capped scores, before slopes or a bias are added
+    and before dropout marks P.
     """
     added = [name for name in ADDED if getattr(features, name)]
     if features.softcap and not features.scores_stay:

@@ -1,4 +1,4 @@
-"""Tiles that were the fastest in measurements, which `python -m experiments tune` writes."""
+"""The fastest tiles in measurements. The command `python -m experiments tune` writes the table."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ def tuned_tiles(
     capability: tuple[int, int], unit: str, algorithm: str, passes: str, seqlen_q: int,
     seqlen_k: int, head_dim: int, select: Callable[[Tiles], Any],
 ) -> Tiles | None:  # fmt: skip
-    """The tiles that were fastest on GPUs of this compute capability, for the kernels of ``unit``.
+    """Return the fastest tiles measured on GPUs of a compute capability, or None.
 
-    None where nothing was measured, a block is larger than the sequence, or ``select`` refuses them
-    with a ValueError. Head dimensions of as many fragments of 16 have one entry, the largest.
+    ``unit``, ``algorithm`` and ``passes`` name the kernel. The head dimension is rounded up to a
+    multiple of 16. The result is None in these cases: nothing was measured; the tiles are larger
+    than the sequence; ``select`` raises ValueError for the tiles.
     """
     key = (".".join(map(str, capability)), unit, algorithm, passes, str(round_up(head_dim, 16)))
     tiles = _table(TABLE).get(key)

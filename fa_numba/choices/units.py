@@ -1,4 +1,4 @@
-"""What computes: one entry for each unit, with all that a plan asks of it."""
+"""The units: for each one a class that contains all facts and rules on which plans depend."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ from fa_numba.tiling import Spec, Tiles
 from fa_numba.tiling.wgmma import GROUP_ROWS, PANEL
 from fa_numba.tiling.wgmma_variants import LARGEST_ATOMIC
 
-# Rows of the lowest tile of ``mma``.
+# Number of rows of the lowest tile of unit "mma".
 LOW = 16
 
 
 class Shape(NamedTuple):
-    """Tiles with their threads, the main kernel's specialisation, and why these tiles."""
+    """Tiles with their number of threads, the spec of the kernel, and the reason for the tiles."""
 
     tiles: Tiles
     spec: Any
@@ -50,25 +50,35 @@ class Shape(NamedTuple):
 
 
 class Unit(ABC):
-    """A unit of the GPU that computes the products, and its kernels.
+    """A unit of the GPU that multiplies matrices, and its kernels.
 
-    ``capability`` is the least of compute capability, ``newest`` the last that has the unit, if it
-    was given up. ``copies`` says how the kernels take matrices, and over which grids. ``kernels``
-    has the modules standard, fa1_forward, fa2_forward, standard_backward, fa1_backward and
-    fa2_backward, or some of them, whose factories have one set of names. What an algorithm has a
-    choice of, by (algorithm, pass): ``staged`` how many tiles of K and V are in memory,
-    ``splits_queries`` how many blocks share a head, ``splits_columns`` how many share a row tile,
-    ``splits_keys`` what the warps share, ``precisions`` of what planes float32 is, ``splits_group``
-    up to which head dimension blocks share a column tile; ``measures`` names what its kernels can
-    do without, and the algorithms.
+    The table lists the attributes. "By kernel" means a mapping or set with keys (algorithm, pass).
 
-    What it costs: ``on_tensor_cores`` names the peak speed that the unit is compared with, and
-    ``instruction`` what multiplies there. ``emulated_steps`` are the multiply-adds of tiles that
-    the emulator computes in a second at the least. What it is called and how figures show it:
-    ``title`` in plans, ``label`` in figures and tables, ``mark`` behind the name of an algorithm in
-    a label, ``looks`` maps the rest of a series' name to colour and marker.
+    attribute         meaning
+    name              name of the unit, such as "mma"
+    title             name in plans
+    label             name in figures and tables
+    mark              text after the name of an algorithm in a label of a series
+    looks             colours and markers in figures, by the name of a series without the unit
+    on_tensor_cores   whether the unit is compared with the peak speed of tensor cores
+    instruction       name of the instruction that multiplies matrices on tensor cores
+    emulated_steps    least number of multiply-adds of tiles that the emulator computes per second
+    dtypes            dtypes of inputs
+    capability        lowest compute capability that has the unit
+    newest            last compute capability that has the unit; None: all later ones have it
+    kernels           package of kernels with the modules standard, fa1_forward, fa2_forward,
+                      standard_backward, fa1_backward and fa2_backward, or some of them. Their
+                      factories have the same names in every unit
+    copies            grids of launches, and arguments that kernels take in another form
+    staged            by kernel: greatest number of stages of K and V
+    splits_queries    by kernel: whether the caller can choose ``query_splits``
+    splits_keys       by kernel: whether the caller can choose ``warp_partition``
+    precisions        by kernel: values of ``precision`` with planes
+    splits_columns    by kernel: whether the caller can choose ``kv_splits``
+    splits_group      by kernel: largest head dimension with ``group_splits``
+    measures          measures that ``ablate`` can switch off, with their algorithms
 
-    The methods that give a ``Shape`` raise ValueError for tiles that cannot be.
+    The methods that return a ``Shape`` raise ValueError for tiles that the kernel cannot have.
     """
 
     name: str
@@ -97,62 +107,86 @@ class Unit(ABC):
         return self.capability <= capability <= (self.newest or capability)
 
     def lacks(self, request: Request) -> str:
-        """What this unit cannot do of a request, in words; an empty string if it can do all."""
+        """Return what the unit cannot do of a request, in words. Empty: it can do everything."""
         return ""
 
     def unsuited(self, request: Request) -> str:
-        """Why "auto" leaves a request that it can compute to another; empty if it does not."""
+        """Return why "auto" takes another unit for a request, in words. Empty: this unit suits it.
+
+        The unit can compute the request, but another unit is faster, or this one was not timed.
+        """
         return ""
 
     @abstractmethod
     def forward(self, request: Request) -> Shape:
-        """FlashAttention's forward kernel."""
+        """Return the shape of the forward kernel of FA-1 or FA-2."""
 
     @abstractmethod
     def backward(self, request: Request) -> Shape:
-        """FlashAttention's backward kernel."""
+        """Return the shape of the backward kernel of FA-1 or FA-2."""
 
     def column_tiles(self, request: Request) -> tuple[Tiles, int]:
-        """Return the tiles of FA-2's backward pass, and how many column tiles of each head go
-        before the next ones. The splits, and then the kernel, are chosen for these. Only units with
+        """Return the tiles of FA-2's backward pass, and the number of column tiles in a chunk.
+
+        Group splits, and then the kernel, are chosen for these tiles. Only units with
         ``splits_group`` have this method.
         """
         raise NotImplementedError
 
     def adds_dq(self, request: Request) -> bool:
-        """Whether blocks of FA-2's backward pass add to one dQ; else ``dq_kernel`` makes it."""
+        """Return whether FA-2's backward kernel adds to dQ. Otherwise ``dq_kernel`` computes dQ."""
         return not request.choices.deterministic
 
     @abstractmethod
     def dq_kernel(self, request: Request, tiles: Tiles, spec: Any) -> tuple[Tiles, Spec]:
-        """The kernel that makes dQ alone, Q outer, beside a backward kernel of ``tiles``."""
+        """Return tiles and spec of the kernel that computes dQ alone, with Q outer.
+
+        ``tiles`` and ``spec`` are those of the backward kernel, which then computes only dK and dV.
+        """
 
     def standard(self, request: Request) -> Shape:
-        """Standard attention's forward kernels."""
+        """Return the shape of standard attention's forward kernels."""
         raise NotImplementedError(f"unit {self.name!r} does not support {self.lacks(request)}")
 
     def standard_backward(self, request: Request) -> tuple[Shape, Spec]:
-        """Standard attention's backward pass, of one head dimension: the shape of the kernels that
-        the forward pass has too, and the specialisation of the one for PT dO and dST Q.
+        """Return what the backward pass of standard attention needs, for one head dimension.
+
+        It is the shape of the kernels that the forward pass has too, and the spec of the kernel for
+        the products PT dO and dST Q.
         """
         raise NotImplementedError(f"unit {self.name!r} does not support {self.lacks(request)}")
 
     def row_facts(self, request: Request) -> tuple:
-        """What the factories of kernels that take whole rows (D = rowsum(dO o O), roundings,
-        softmax) are given of the unit: the dtype and whether rows are aligned, or nothing.
+        """Return the facts of the unit that the factories of row kernels need.
+
+        These kernels compute D = rowsum(dO o O), rounding and softmax. The facts are the dtype, and
+        whether rows are aligned. The tuple is empty for unit "simt".
         """
         return request.problem.dtype, request.aligned
 
     @property
     def products_per_us(self) -> float:
-        """Products of an element of S with a head dimension in a microsecond, as measured."""
+        """Number of elements of S, times the head dimension, that a multiprocessor computes per us.
+
+        The number was measured on a GPU. An element of S stands for the products Q KT and P V.
+        """
         what = "products of an element of S with a head dimension a microsecond"
         return measured(what, self.name)
 
     def chosen_tiles(
         self, request: Request, select: Callable, rule: Callable[[], Chosen], plain: bool = True
     ) -> Chosen:
-        """The caller's tiles, the fastest measured of ``plain`` calls, or those of the ``rule``."""
+        """Return the tiles of a request, and the reason.
+
+        The first case that applies decides:
+
+        case                                                 tiles
+        the caller chose tiles                               these tiles
+        ``plain``, and no options except causal and splits   the fastest measured tiles, if any
+        otherwise                                            the tiles of ``rule``
+
+        For the second case the rows must be aligned, and V must have the head dimension of Q.
+        """
         if request.choices.tiles is not None:
             return Chosen(request.choices.tiles, "chosen by the caller")
         others = replace(request.features, causal=False, splits=False)
@@ -169,20 +203,23 @@ class Unit(ABC):
 
 
 def _shape(chosen: Chosen[Tiles], select: Callable[[Tiles], Any]) -> Shape:
-    """Return the shape of chosen tiles, with the specialisation that ``select`` makes of them."""
+    """Return the shape of chosen tiles. ``select`` makes the spec of the tiles."""
     spec = select(chosen.value)
     return Shape(replace(chosen.value, threads=spec.threads), spec, chosen.why)
 
 
 def _by_table(rule: Callable, request: Request, heads: int = 1, *more: Any) -> Callable:
-    """A unit's rule for a request whose tiles have the rows of so many query heads."""
+    """Return a unit's rule for tiles, with the sizes of a request as its arguments.
+
+    ``heads`` is the number of query heads whose rows share a row tile.
+    """
     p = request.problem
     sizes = (p.seqlen_q * heads, p.seqlen_k, p.largest_dim, request.shared_limit)
     return functools.partial(rule, *request.kernel, *sizes, *more)
 
 
 def _selecting(select: Callable, request: Request, **facts: Any) -> Callable:
-    """``select`` for the request's head dimension and device."""
+    """Return ``select`` with the head dimensions of a request and the device's shared memory."""
     sizes = {"head_dim": request.problem.head_dim, "shared_limit": request.shared_limit}
     if request.problem.head_dim_v is not None:
         sizes["head_dim_v"] = request.problem.head_dim_v
@@ -190,7 +227,10 @@ def _selecting(select: Callable, request: Request, **facts: Any) -> Callable:
 
 
 class Simt(Unit):
-    """CUDA cores, float32, every GPU; before 8.0 tiles are copied through registers."""
+    """CUDA cores, for float32, on every GPU.
+
+    Below compute capability 8.0, tiles are copied to shared memory through registers.
+    """
 
     name, title, label = "simt", "CUDA cores", "CUDA cores"
     on_tensor_cores = False
@@ -231,7 +271,7 @@ class Simt(Unit):
 
     def _shaped(self, request: Request, select: Callable[..., Any]) -> Shape:
         sized, rule = _selecting(tiling.select_spec, request), _by_table(simt_tiles, request)
-        # Of fewer keys the last tile's columns beyond them cost what a wider tile gains.
+        # With fewer keys, columns beyond the last key cost what a wider tile gains.
         least = measured("keys from which the tuned tiles are the fastest")
         long = request.problem.seqlen_k >= least
         complete = functools.partial(
@@ -244,7 +284,7 @@ class Simt(Unit):
 
 
 class Mma(Unit):
-    """Tensor cores by ``mma.sync``, in 16 bits, from compute capability 8.0 on."""
+    """Tensor cores by ``mma.sync``, for 16-bit matrices, from compute capability 8.0 on."""
 
     name, title, label = "mma", "tensor cores", "tensor cores (mma)"
     instruction, emulated_steps = "mma.sync", 1e8
@@ -265,7 +305,7 @@ class Mma(Unit):
         heads = heads_in_tiles(request)
         rule = _by_table(mma_tiles, request, heads, request.features, keys)
         tiles, why = self.chosen_tiles(request, select, rule, plain=not keys and heads == 1)
-        if heads > 1 and choices.tiles is None:  # registers for two indices a row
+        if heads > 1 and choices.tiles is None:  # each row needs registers for two indices
             tiles = replace(tiles, threads=2 * tiles.Br)
         if "prefetch" in choices.ablate:
             tiles = replace(tiles, stages=1)
@@ -295,7 +335,7 @@ class Mma(Unit):
         return _shape(self.chosen_tiles(request, select, rule), complete)
 
     def dq_kernel(self, request: Request, tiles: Tiles, spec: Any) -> tuple[Tiles, Spec]:
-        if request.problem.sparse:  # the blocks of a mask are those of the tiles
+        if request.problem.sparse:  # the tiles must be the blocks of the mask
             tiles = replace(tiles, threads=None)
         else:
             sizes = (MAX_SEQLEN, MAX_SEQLEN, request.problem.largest_dim, request.shared_limit)
@@ -314,18 +354,21 @@ class Mma(Unit):
         return shape, _of_products(_select(request, tiling.StandardSpec), request)(across)
 
 
-# Why short calls are left to another unit.
+# Reasons why "auto" chooses another unit for short calls.
 _FEW_ROWS = f"{GROUP_ROWS} rows or fewer do not fill a tile"
 _ONE_TILE = f"for head_dim <= {PANEL}, {2 * GROUP_ROWS} rows and columns or fewer are a single tile"
 _ADDED, _LENGTHS = ("softcap", "bias", "alibi", "sinks"), ("q_lens", "kv_lens", "packed")
-# What kernels of planes were compiled and tried with.
+# Features with which kernels of planes were compiled and tried.
 _BESIDE_PLANES = ("causal", "window", *_LENGTHS, "splits", "precision", "scaled_dout")
 _MASKS = ("causal", "window", "mask_mod", "sparse")
 _SCORES = ("score_mod", "score_mod_grad", "dcaptured")
 
 
 class Wgmma(Unit):
-    """Hopper's tensor cores by ``wgmma`` and bulk copies, in 16 bits: capability 9.0 alone."""
+    """Hopper's tensor cores by ``wgmma`` and bulk copies, for 16-bit matrices.
+
+    Only compute capability 9.0 has this unit.
+    """
 
     name, title, label = "wgmma", "Hopper's tensor cores", "Hopper's tensor cores (wgmma)"
     mark, instruction, emulated_steps = " (wgmma)", "wgmma", 1e8
@@ -344,7 +387,8 @@ class Wgmma(Unit):
     copies = BoxCopies()
     measures = tiling.WGMMA_MEASURES
     staged: Mapping[tuple[str, str], int] = {("fa2", "fwd"): tiling.MOST_STAGES}
-    # What kernels are compiled for beside plain attention, and where some end at a head dimension.
+    # (algorithm, pass) -> features that kernels have. ``largest``: largest head dimension, if it is
+    # below MAX_HEAD_DIM.
     features: Mapping[tuple[str, str], tuple[str, ...]] = {
         ("fa1", "fwd"): (*_MASKS, "softcap", "score_mod", "sinks", "q_lens", "precision"),
         ("fa2", "fwd"): (
@@ -372,7 +416,7 @@ class Wgmma(Unit):
             return f"the option {argument_of(lacking[0])}"
         d, largest = request.problem.largest_dim, self.largest.get(pair, MAX_HEAD_DIM)
         with_precision = f"with precision {request.problem.precision!r}"
-        if request.features.precision:  # sums of a tile beside O
+        if request.features.precision:  # P V of one tile takes registers in addition to O
             largest = 2 * PANEL
             if passes == "bwd" and request.problem.head_dim_v:
                 return f"v with another head_dim than q in the backward pass {with_precision}"
@@ -400,7 +444,7 @@ class Wgmma(Unit):
 
     def unsuited(self, request: Request) -> str:
         p, choices = request.problem, request.choices
-        chosen = choices.tiles is not None and not p.sparse  # whose blocks have tiles
+        chosen = choices.tiles is not None and not p.sparse  # a block mask decides its tiles
         if chosen or choices.ablate or choices.query_splits != 1:
             return "with tiles, ablate or query_splits it is used only if the call names the unit"
         others = choices.algorithm != "fa2" and not request.features.precision
@@ -430,7 +474,7 @@ class Wgmma(Unit):
             few = _ONE_TILE if one_tile else ""
             return _FEW_ROWS if p.seqlen_q <= GROUP_ROWS else few
         few = _FEW_ROWS if p.seqlen_q <= GROUP_ROWS else ""
-        # Of small heads the next row tiles are on their way, beside options that were measured.
+        # For small head dimensions the next row tiles are loaded ahead, with measured options only.
         if not few and one_tile and not takes_slots(request.features):
             few = f"{_ONE_TILE}, with options"
         if p.bias is None:
@@ -441,7 +485,7 @@ class Wgmma(Unit):
         return few or (odd if p.bias[-1] % 2 else "")
 
     def _leaves(self, tiles: Tiles, request: Request) -> str:
-        """Why a block mask's tiles are left to another unit; empty if they are not."""
+        """Return why the tiles of a block mask do not suit this unit, in words. Empty: they do."""
         forward = request.choices.passes == "fwd"
         if forward and tiles.Br <= GROUP_ROWS:
             return f"a block mask with tiles of {GROUP_ROWS} rows or fewer is faster on mma (H100)"
@@ -512,16 +556,17 @@ class Wgmma(Unit):
 
 
 def adds_elements(features: Features) -> bool:
-    """Whether elements of scores are added one by one to gradients of captured arrays."""
+    """Return whether gradients of captured arrays are added one element of S at a time."""
     gradient = None if features.dcaptured is None else features.dcaptured.gradient
     return gradient is not None and gradient.scattered
 
 
 def heads_share_tiles(request: Request) -> bool:
-    """Whether the query heads of a K/V head lie in the rows of one tile on Hopper's tensor cores:
-    where a head has less than a warpgroup's rows, and these are whole rows of all. The map of the
-    queries has no axis left for lengths then, unless they are packed; slopes, a bias and what is
-    dropped differ by head.
+    """Return whether the query heads of a K/V head share a row tile on Hopper's tensor cores.
+
+    They do if all of these conditions hold: several query heads share a K/V head; a head has at
+    most 64 rows; 64 is a multiple of the number of heads; there are no ``q_lens``, because the
+    tensor map of Q has no axis left for them; no option forbids it (``_differs_by_head``).
     """
     p, features = request.problem, request.features
     few = p.seqlen_q <= GROUP_ROWS and GROUP_ROWS % p.group == 0
@@ -529,18 +574,26 @@ def heads_share_tiles(request: Request) -> bool:
 
 
 def _differs_by_head(features: Features) -> bool:
-    """Whether an option has values of its own for each head, or each row of it."""
+    """Return whether a call has an option with which query heads cannot share a row tile.
+
+    These are options with values of their own for each head, functions of the caller, block masks,
+    and float32 in planes.
+    """
     own = features.alibi or features.bias or features.dropout or features.calls
     return own or features.sparse or features.precision != ""
 
 
 def suits_few_rows(request: Request) -> bool:
-    """Whether Hopper's unit is the faster one for rows that do not fill a tile, which take as long
-    as K and V take to come.
+    """Return whether Hopper's unit is faster than "mma" for rows that do not fill a tile.
 
-    Its copy engine brings pages faster than threads do, and keeps a multiprocessor's share of
-    memory busy with one block. With much fewer row tiles than multiprocessors, or several each, the
-    low tiles of ``mma`` are as fast or faster, but for more rows than those have.
+    Such calls take as long as loading K and V. The first case that applies decides:
+
+    case                                                     faster
+    pages                                                    yes: the copy engine loads pages faster
+    few keys, or more rows of a group than ``LOW``           if query heads share tiles
+    few row tiles per multiprocessor                         no
+    many row tiles per multiprocessor, head_dim above 64     no
+    otherwise                                                yes
     """
     p, shared = request.problem, heads_share_tiles(request)
     if p.page_size is not None:
@@ -555,9 +608,10 @@ def suits_few_rows(request: Request) -> bool:
 
 
 def heads_in_tiles(request: Request) -> int:
-    """How many query heads of a K/V head lie in the rows of one tile of FlashAttention-2's forward
-    kernel on tensor cores, a power of two: more than one where a head has few rows, and no option
-    has values of its own for each head, or each row of it.
+    """Return the number of query heads of a K/V head that share a row tile of FA-2 on unit "mma".
+
+    It is a power of two. It is 1 if a head has more than 64 rows, or if an option forbids more
+    (``_differs_by_head``).
     """
     p, by_head = request.problem, _differs_by_head(request.features)
     if request.choices.algorithm != "fa2" or p.seqlen_q > GROUP_ROWS or by_head:
@@ -566,18 +620,19 @@ def heads_in_tiles(request: Request) -> int:
 
 
 def _select(request: Request, kind: type[tiling.MmaSpec]) -> Callable[..., Any]:
+    """Return ``select_mma_spec`` for specs of class ``kind``, with the sizes of a request."""
     return _selecting(tiling.select_mma_spec, request, kind=kind)
 
 
 def _of_products(select: Callable[..., Any], request: Request) -> Callable[..., Any]:
-    """Return ``select`` with what every specialisation on tensor cores takes of a request."""
+    """Return ``select`` with the facts of a request that every spec on tensor cores needs."""
     return functools.partial(
         select, features=request.features, aligned=request.aligned, dtype=request.matrix_dtype
     )
 
 
 def _of_flash(select: Callable[..., Any], request: Request) -> Callable[..., Any]:
-    """Return ``select`` with what FlashAttention on tensor cores takes of a request."""
+    """Return ``select`` with the facts of a request that FA-1 and FA-2 on tensor cores need."""
     p = request.problem
     positive, grouped = p.scale > 0.0, p.group > 1
     return functools.partial(
@@ -585,21 +640,22 @@ def _of_flash(select: Callable[..., Any], request: Request) -> Callable[..., Any
     )
 
 
-# The last one that can compute a request, and suits it, is what "auto" takes.
+# The units, the oldest first. "auto" takes the last unit that can compute a request and suits it.
 UNITS: dict[str, Unit] = REGISTERED
 UNITS |= {unit.name: unit for unit in (Simt(), Mma(), Wgmma())}
 
 
 class NoUnit(ValueError):
-    """The device has no unit that computes a request."""
+    """Raised if the device has no unit that computes a request."""
 
 
 def unit_of(request: Request) -> Chosen[Unit]:
-    """The unit that a request names, or for "auto" the last that can compute it, and suits it; and
-    why it is that one.
+    """Return the unit of a request, and the reason.
 
-    Raises ValueError for another name, a dtype that the unit does not take, a device without it, or
-    a request that it lacks something of.
+    It is the unit that the caller named, or for "auto" the last unit in ``UNITS`` that can compute
+    the request and suits it. Raise ValueError for an unknown name, a dtype that the unit does not
+    take, or a request of which the unit lacks something. Raise ``NoUnit`` if the device does not
+    have the unit.
     """
     name, allowed = request.choices.unit, ("auto", *UNITS)
     if name not in allowed:
@@ -648,9 +704,11 @@ def unit_of(request: Request) -> Chosen[Unit]:
 
 
 def having(choices: Callable[[Unit], Iterable[tuple[str, str]]], passes: bool = False) -> str:
-    """Return who has a choice, in words: "algorithm 'fa1' (unit 'simt' or 'mma')".
+    """Return text that names the algorithms and units which have a choice.
 
-    With ``passes`` the words name the pass too: "the forward pass of algorithm 'fa1' ...".
+    An example is "algorithm 'fa1' (unit 'simt' or 'mma')". ``choices`` takes a unit and returns the
+    pairs (algorithm, pass) that have the choice. With ``passes`` the text names the pass too: "the
+    forward pass of algorithm 'fa1' ...".
     """
     units: dict[str, dict[str, None]] = {}
     for unit in UNITS.values():
@@ -661,5 +719,5 @@ def having(choices: Callable[[Unit], Iterable[tuple[str, str]]], passes: bool = 
 
 
 def pass_of(name: str) -> str:
-    """Return what messages call a pass: "the forward pass" for "fwd"."""
+    """Return the name of a pass in messages, such as "the forward pass" for "fwd"."""
     return {"fwd": "the forward pass", "bwd": "the backward pass"}[name]
