@@ -1,11 +1,11 @@
-"""What limits the speed of a plan on a GPU, computed from data sheets. Nothing is measured.
+"""Estimates of the time of a plan on a GPU, and of what limits it, from data sheets of GPUs.
 
-The GPU may be the present one or any GPU of the table devices.csv.
+Nothing is measured. The GPU may be the GPU of this machine or any GPU of the table devices.csv.
 
-    devices          data sheets of GPUs (DEVICES), and the GPU that is present
-    multiprocessor   how many thread blocks a multiprocessor holds, and what limits their number
-    cache            which of the accessed bytes L2 serves and which reach device memory
-    roofline         lower limits of the time that computing and memory take, and which is longest
+    devices          data sheets of GPUs (DEVICES), and the GPU of this machine
+    multiprocessor   the number of thread blocks that a multiprocessor holds, and its limit
+    cache            the number of accessed bytes that L2 does not serve
+    roofline         lower limits of the times of computing, L2 and device memory; the longest one
 
 >>> import fa_numba
 >>> gpu, shape = named("H200"), (1, 16, 4096, 128)

@@ -1,11 +1,11 @@
-"""Which of the accessed bytes the L2 cache serves, and which reach device memory: a rule of thumb.
+"""Bytes that L2 serves, and bytes that reach device memory: a rule of thumb.
 
-Some arrays are read several times. L2 serves the repeated reads of an array if it holds all the
-bytes that the thread blocks which run at the same time read repeatedly. Each of these bytes then
-comes from device memory once. L2 holds about half its size of such bytes: from the A100 on it has
-two partitions, and may keep a copy in both. If the bytes are near that limit, the true traffic is
-between the two cases. The table says which arrays are read repeatedly, and what happens if L2 does
-not hold them:
+Some arrays are read several times. The working set is the number of bytes that the thread blocks
+which run at the same time read repeatedly. If the working set is at most half of the L2 cache, L2
+serves the repeated reads, and each of these bytes comes from device memory once. The limit is half
+of L2, because from the A100 on L2 has two partitions, and may keep a copy of a byte in both. If the
+working set is near the limit, the true traffic is between the two cases. The table says which
+arrays are read repeatedly, and what happens if L2 does not hold them:
 
     fa1       each thread block reads repeatedly its own rows of Q, O, l and m (backward: Q, O, dO,
               dQ and L). Without L2 every access reaches device memory.
@@ -30,13 +30,14 @@ from fa_numba.bounds.devices import Device
 from fa_numba.host.plans import Plan
 from fa_numba.integers import ceil_div
 
-KEPT = 0.5  # of L2's size
+KEPT = 0.5  # share of L2 that holds repeatedly read bytes
 _SCORES = frozenset(("S", "P", "dP", "dS"))
 _COLUMNS = frozenset(("K", "V", "dK", "dV"))
 _VALUES = frozenset(("V", "O", "dO", "dV"))
 _OF_ROWS = frozenset(("L", "l", "m", "D"))
-# Arrays that a pass makes itself: where L2 holds them, only their last state goes to memory.
+# Arrays that the pass itself writes. If L2 holds them, only their last values reach device memory.
 _MADE = frozenset(("A", "dQ", "l", "m", *_SCORES))
+# Arrays that are read repeatedly, by algorithm and pass.
 _AGAIN = {
     ("fa1", "fwd"): ("Q", "O", "A", "l", "m"),
     ("fa1", "bwd"): ("Q", "O", "dO", "dQ", "A", "L"),
@@ -45,7 +46,7 @@ _AGAIN = {
     ("standard", "fwd"): tuple(_SCORES),
     ("standard", "bwd"): tuple(_SCORES),
 }
-# How many arrays standard attention's backward kernels load and store under one name.
+# Number of arrays that standard attention's backward kernels load or store under one name.
 _LOADED, _STORED = {"Q": 2, "K": 2, "dO": 2}, {"dV": 2, "S": 2}
 
 
@@ -58,11 +59,11 @@ class Dram:
     bytes : int
         Bytes read from and written to device memory.
     again : int
-        Size in bytes of the data that the thread blocks which run at the same time read
+        The working set in bytes: the data that the thread blocks which run at the same time read
         repeatedly. Each byte counts once.
     served : bool
-        Whether L2 holds the bytes that are read repeatedly: whether `again` is at most half the
-        size of L2.
+        Whether L2 serves the repeated reads, that is, whether `again` is at most half the size of
+        L2.
     """
 
     bytes: int
@@ -101,20 +102,24 @@ def dram(plan: Plan, device: Device, resident: int) -> Dram:
     Dram(bytes=528384, again=262144, served=True)
     """
     again = _AGAIN[plan.algorithm, plan.passes]
-    gone_over = _gone_over(plan, again, resident)
-    served = gone_over <= KEPT * device.l2_bytes
+    working_set = _working_set(plan, again, resident)
+    served = working_set <= KEPT * device.l2_bytes
     accesses, made = plan.accesses, _MADE | ({"O"} if plan.passes == "fwd" else set())
     several = (plan.algorithm, plan.passes) == ("standard", "bwd")
     loaded, stored = (_LOADED, _STORED) if several else ({}, {})
 
     def reaches(name: str, count: int, first: int) -> int:
-        """Return an array's elements that reach device memory: at least ``first`` times all."""
+        """Return how many of an array's accessed elements reach device memory.
+
+        ``count`` is the number of accessed elements. If L2 serves repeated accesses, each element
+        reaches device memory at most ``first`` times.
+        """
         whole = _elements(plan, name)
         if name in again and not served:
             if plan.algorithm != "fa2":
                 return count
             tiles, in_step, _ = _outer_loop(plan, resident)
-            times = ceil_div(tiles, in_step)  # under a mask each time less than the whole
+            times = ceil_div(tiles, in_step)  # under a mask, each time only a part of the array
             return min(count, times * whole, max(whole, count * times // tiles))
         return min(count, first * whole)
 
@@ -125,11 +130,14 @@ def dram(plan: Plan, device: Device, resident: int) -> Dram:
     stores = {
         name: reaches(name, count, stored.get(name, 1)) for name, count in accesses.stores.items()
     }
-    return Dram(replace(accesses, loads=loads, stores=stores).bytes, gone_over, served)
+    return Dram(replace(accesses, loads=loads, stores=stores).bytes, working_set, served)
 
 
 def _elements(plan: Plan, name: str) -> int:
-    """Return the number of elements of a plan's array. Arrays with other names are like Q."""
+    """Return the number of elements of a plan's array, given by its name.
+
+    An array with an unknown name has as many elements as Q.
+    """
     p = plan.problem
     if name in _SCORES:
         return math.prod(p.score_shape)
@@ -140,8 +148,12 @@ def _elements(plan: Plan, name: str) -> int:
     return rows * (p.d_v if of_values else p.head_dim)
 
 
-def _gone_over(plan: Plan, again: tuple[str, ...], resident: int) -> int:
-    """Return the bytes of the arrays that concurrent thread blocks read repeatedly."""
+def _working_set(plan: Plan, again: tuple[str, ...], resident: int) -> int:
+    """Return the working set: the bytes that concurrent thread blocks read repeatedly.
+
+    `again` are the names of the arrays that are read repeatedly. `resident` is the number of thread
+    blocks that run at the same time.
+    """
     accesses, p = plan.accesses, plan.problem
     if plan.algorithm == "standard":
         return plan.workspace_bytes
@@ -159,9 +171,10 @@ def _gone_over(plan: Plan, again: tuple[str, ...], resident: int) -> int:
 def _outer_loop(plan: Plan, resident: int) -> tuple[int, int, int]:
     """Return three numbers of FlashAttention-2's outer loop.
 
-    These are the tiles of a head, how many of them run at the same time, and how many heads (or
-    shares of one) there are. All tiles of one head run before the tiles of the next head. With
-    chunks, a chunk of every head runs before the next chunk.
+    These are the number of tiles of a head, the number of these tiles that run at the same time,
+    and the number of heads. In the backward pass, each group split counts as a head. All tiles of
+    one head run before the tiles of the next head. If the spec has chunks of tiles, a chunk of
+    every head runs before the next chunk.
     """
     p, chunk = plan.problem, 0
     if plan.passes == "fwd":

@@ -1,4 +1,4 @@
-"""GPUs: what their data sheets say, and what the driver says of the GPU that is present."""
+"""Data sheets of GPUs, and the properties of this machine's GPU as the driver reports them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fa_numba import device
 from fa_numba.checks import did_you_mean
 from fa_numba.choices.units import UNITS
 
-# Instructions that tensor cores' peak takes, by the first number of a compute capability.
+# Instructions with which tensor cores reach their peak speed, by major compute capability.
 _AT_PEAK = {9: "wgmma", 10: "tcgen05"}
 TABLE = Path(__file__).with_name("devices.csv")
 
@@ -96,7 +96,7 @@ class Device:
 
     @property
     def peak_instruction(self) -> str:
-        """Instruction that tensor cores need for their peak speed; "" if any instruction does."""
+        """Return the instruction that tensor cores need for their peak; "" if any does."""
         return _AT_PEAK.get(self.capability[0], "")
 
     def planning(self) -> contextlib.AbstractContextManager[None]:
@@ -128,7 +128,7 @@ _SPEEDS = {"l2": "l2_tb_s", "dram": "dram_tb_s", "fp16": "fp16_tflops", "fp32": 
 
 
 def _device(row: Mapping[str, str]) -> Device:
-    """Return the GPU of a row of the table, whose units are KiB, MiB, TB/s and TFLOP/s."""
+    """Return the GPU of a row of the table. The table has KiB, MiB, TB/s and TFLOP/s."""
     sizes = ("multiprocessors", "registers", "threads", "blocks")
     major, minor = map(int, row["compute_capability"].split("."))
     found: dict[str, Any] = {name: row[name] for name in ("name", "driver_name", "source")}
@@ -215,6 +215,7 @@ def as_gpu(name: str) -> Iterator[None]:
 
 
 def _key(name: str) -> str:
+    """Return a name in lower case with letters and digits only, to compare names."""
     return "".join(c for c in str(name).lower() if c.isalnum())
 
 

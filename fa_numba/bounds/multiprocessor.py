@@ -1,4 +1,7 @@
-"""How many thread blocks a multiprocessor holds at a time (CUDA C++ Programming Guide)."""
+"""Occupancy: how many thread blocks of a kernel a multiprocessor holds at the same time.
+
+The rules are those of the CUDA C++ Programming Guide.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,16 @@ from fa_numba.bounds.devices import Device
 from fa_numba.device import Kernel
 from fa_numba.integers import ceil_div, round_up
 
-# Bytes of shared memory that the system takes of every block, from compute capability 8.0 on.
+# Bytes of shared memory that the system reserves for each thread block, from capability 8.0 on.
 RESERVED = 1024
 MOST_REGISTERS = 255  # of a thread
-# Registers are given to warps in pieces, and warps to four schedulers.
+# A warp gets registers in multiples of 256. Four schedulers share warps and registers equally.
 _PIECE, _SCHEDULERS = 256, 4
 
 
 @dataclass(frozen=True)
 class Occupancy:
-    """How many thread blocks of a kernel a multiprocessor holds at a time.
+    """The number of thread blocks of a kernel that a multiprocessor holds at the same time.
 
     `least` and `most` differ only if the number of registers is not known. ``print`` shows one
     number if they are equal, else a range such as "2 to 3".
@@ -40,7 +43,7 @@ class Occupancy:
 
 
 def occupancy(device: Device, kernel: Kernel, registers: int | None = None) -> Occupancy:
-    """Return how many thread blocks of a kernel a multiprocessor holds at a time.
+    """Return how many thread blocks of a kernel a multiprocessor holds at the same time.
 
     Parameters
     ----------
@@ -86,6 +89,10 @@ def occupancy(device: Device, kernel: Kernel, registers: int | None = None) -> O
 
 
 def _by_registers(device: Device, threads: int, registers: int) -> int:
+    """Return how many thread blocks fit into the registers of a multiprocessor.
+
+    `threads` is the number of threads of a thread block, and `registers` the number per thread.
+    """
     warps = threads // 32
     of_warp = round_up(32 * registers, _PIECE)
     per_scheduler = device.registers // _SCHEDULERS // of_warp

@@ -15,9 +15,9 @@ from fa_numba.bounds.multiprocessor import Occupancy, occupancy, share
 from fa_numba.device import registers_of
 from fa_numba.host.plans import Plan
 
-# Products of matrices in a tile of S: S and P V; S, dV, dP, dQ and dK.
+# Matrix products of a tile: S and P V in the forward pass; S, dV, dP, dQ and dK in the backward.
 PRODUCTS = {"fwd": 2, "bwd": 5}
-# With less of the multiprocessors at work, too few blocks are what bounds it.
+# If `busy` is below this share, the plan is bound by latency: it has too few thread blocks.
 FEW = 0.5
 
 
@@ -133,11 +133,11 @@ def expected(plan: Plan, device: Device, *, compiling: bool = False) -> Expected
         registers_of(k, device.capability, compiling=compiling) if known else None for k in kernels
     )
     found = tuple(occupancy(device, k, n) for k, n in zip(kernels, registers, strict=True))
-    # The kernel with the products has the largest tiles.
+    # The kernel that computes the products has the largest tiles, and the most shared memory.
     main = max(range(len(kernels)), key=lambda n: kernels[n].shared_bytes)
     blocks = math.prod(plan.kernels[main].grid)
     resident = min(blocks, device.multiprocessors * found[main].least)
-    # Standard attention's blocks take all tiles, whatever the mask hides.
+    # Thread blocks of standard attention compute all tiles, also under a causal mask.
     even = plan.algorithm == "standard" or not plan.problem.causal
     busy = share(device, blocks, even)
     flops, peak = computed_flops(plan), device.peak(plan.unit)

@@ -19,7 +19,7 @@ emulator's counts. This package imports no kernel, so that the two counts are in
 
 The formulas in the docstrings use these symbols. They are for one batch entry:
 
-    N_q, N_k     its valid rows and columns
+    N_q, N_k     the valid rows and the valid columns of the batch entry
     N_q', N_k'   the rows and columns of the arrays: seqlen_q and seqlen_k. All rows of packed
                  sequences are valid, so that N_q' = N_q and N_k' = N_k.
     d            the head dimension of Q and K. If `head_dim_v` is set, d is `head_dim_v` in the
@@ -34,17 +34,18 @@ Tile (i, j) of S is visited if one of its rows sees one of its columns (causal m
 the block mask keeps it. Without masks all T_r T_c tiles are visited. A sum of r_i or c_j is over
 the visited tiles: if all are visited, sum c_j is T_r N_k and sum r_i is T_c N_q.
 
-"Per head" formulas are summed over batch entries and query heads. Query heads that share a K/V head
-load K and V once each; a formula that counts them once says "per K/V head". Some accesses are not
-counted: integers that all threads read at one address (lengths, block mask), ALiBi slopes, sinks,
-and what the caller's functions (`score_mod`, `mask_mod`) read. Softcap, `score_mod` and dropout
-add accesses in `standard_backward` only. If a kernel keeps a running float32 sum in global memory
-and the output has 16 bits, the sum is in an additional array `A`.
+A formula "per head" is for one batch entry and one query head; the count is the sum over all of
+them. If query heads share a K/V head, each of them loads K and V. A formula that counts these loads
+once per K/V head says "per K/V head".
+
+Some accesses are not counted: integers that all threads read at one address (lengths, block mask),
+ALiBi slopes, sinks, and the loads of the caller's functions (`score_mod`, `mask_mod`). Softcap,
+`score_mod` and dropout add accesses in `standard_backward` only. If a kernel keeps a running
+float32 sum in global memory and the output has 16 bits, the sum is in an additional array `A`.
 
 `tiles` is any object with integer attributes Br and Bc. `block_mask` is a bool array of shape
 (T_r, T_c), for the longest sequences, or with leading axes that broadcast to (batch, heads_q). It
 must be given if and only if the problem is sparse. Wrong arguments raise TypeError or ValueError.
-The message has the argument's name, its value and what is allowed.
 
 >>> from types import SimpleNamespace
 >>> from fa_numba.problem import Problem

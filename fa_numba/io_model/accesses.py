@@ -1,4 +1,4 @@
-"""`Accesses`, the loads and stores of a call by array, and functions that add accesses up."""
+"""`Accesses`: the loads and stores of a call, by array. Functions that add up accesses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fa_numba.dtypes import DTYPES
 from fa_numba.problem import Problem
 
 ELEMENT_BYTES = DTYPES["float32"].bytes
-# Arrays of the problem's own dtype
+# Arrays that have the problem's dtype. Other arrays are float32.
 _OF_ONE_DTYPE = frozenset(("Q", "K", "V", "O", "S", "P", "dO", "dQ", "dK", "dV", "dP", "dS"))
 
 
@@ -68,11 +68,13 @@ class Accesses:
         return self._bytes(self.loads) + self._bytes(self.stores)
 
     def _bytes(self, counts: dict[str, int]) -> int:
+        """Return the bytes of counts of elements, by array."""
         bytes_of = dict.fromkeys(_OF_ONE_DTYPE - set(self.sums), DTYPES[self.dtype].bytes)
         bytes_of |= dict.fromkeys(self.halves, 2)
         return sum(n * bytes_of.get(name, ELEMENT_BYTES) for name, n in counts.items())
 
     def __str__(self) -> str:
+        """Return a table of loads and stores as text, by array, with sums in elements and bytes."""
         arrays = self.loads | self.stores
         rows = [(name, self.loads.get(name, 0), self.stores.get(name, 0)) for name in arrays]
         rows.append(("elements", self.total_loads, self.total_stores))
@@ -100,6 +102,7 @@ def count(problem: Problem, loads: dict[str, int], stores: dict[str, int]) -> Ac
     """
 
     def touched(counts: dict[str, int]) -> dict[str, int]:
+        """Return the counts without arrays whose count is 0."""
         return {name: n for name, n in counts.items() if n}
 
     return Accesses(touched(loads), touched(stores), problem.dtype)
@@ -134,7 +137,7 @@ def sink_gradients(
     """Return the accesses of the kernels that compute the gradient of `sinks`.
 
     The kernel of the gradient loads L and D of every row, and stores one number per query head. If
-    D is not there yet, another kernel runs before: it loads O and dO, and stores D.
+    no earlier kernel has computed D, another kernel runs before. It loads O and dO, and stores D.
 
     Parameters
     ----------
@@ -145,7 +148,7 @@ def sink_gradients(
     dlse : bool, default False
         Whether there is a gradient of L: the kernel that computes D then loads dL and L too.
     has_d : bool, default True
-        Whether D is there already.
+        Whether an earlier kernel has computed D.
 
     Returns
     -------

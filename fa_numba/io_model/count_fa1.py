@@ -101,8 +101,8 @@ def fa1(
 
     Examples
     --------
-    Two row tiles and two column tiles, 8 x 2 elements per matrix: Q is loaded in both passes, O in
-    the second pass only.
+    There are two row tiles, two column tiles and 8 x 2 elements per matrix. Q is loaded in both
+    passes, and O is loaded in the second pass only.
 
     >>> from types import SimpleNamespace
     >>> problem, tiles = Problem(1, 1, 1, 8, 8, 2), SimpleNamespace(Br=4, Bc=4)

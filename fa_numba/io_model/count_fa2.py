@@ -1,4 +1,4 @@
-"""Accesses of FlashAttention-2: Q outer, K/V inner; backward, a grid over column tiles."""
+"""Accesses of FlashAttention-2. Forward: Q outer, K/V inner. Backward: K/V outer, Q inner."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from fa_numba.problem import BlockSizes, Problem
 
 
 class _Block(NamedTuple):
+    """Tile sizes of one query head, if several query heads share a row tile."""
+
     Br: int
     Bc: int
 
@@ -197,7 +199,7 @@ def fa2_backward(
     dlse: bool = False, dsinks: bool = False, group_splits: int = 1, boxes: bool = False,
     adders: int = 1,
 ) -> Accesses:  # fmt: skip
-    """Return the accesses of FA-2 backward: D first, then a grid over column tiles.
+    """Return the accesses of FA-2 backward: a kernel for D, then a grid over column tiles.
 
     Parameters
     ----------
@@ -302,8 +304,9 @@ def fa2_backward(
     def loaded(rows: int, keys: int, pairs: int, row: int, row_v: int) -> dict[str, int]:
         """Return the loads of a kernel, by array.
 
-        It loads `rows` rows of Q and of dO, and `keys` rows of K and of V. A row of Q or K has
-        `row` elements, a row of V or dO `row_v`.
+        The kernel loads `rows` rows of Q and of dO, and `keys` rows of K and of V. With a bias, it
+        loads `pairs` elements of the bias. A row of Q or K has `row` elements, and a row of V or dO
+        has `row_v` elements.
         """
         of_rows = {"Q": rows * row, "dO": rows * row_v, "L": rows, "D": rows}
         return of_rows | {"K": keys * row, "V": keys * row_v, "bias": pairs if problem.bias else 0}

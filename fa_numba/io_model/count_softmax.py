@@ -5,12 +5,12 @@ from __future__ import annotations
 from fa_numba.checks import as_size, check_name
 from fa_numba.io_model.accesses import Accesses
 
-# Passes over a vector that load it; one store more.
+# Number of passes that load the vector. Each algorithm stores the result once.
 _LOADS = {"naive": 2, "safe": 3, "online": 2}
 
 
 def check_softmax(algorithm: str) -> None:
-    """Raise ValueError unless an algorithm has one of the three names.
+    """Raise ValueError unless the name of an algorithm is one of the three allowed names.
 
     Parameters
     ----------

@@ -17,12 +17,12 @@ def standard(
     row_resident: bool = True,
     block_mask: Any = None,
 ) -> Accesses:
-    """Return the accesses of standard attention forward, three tiled kernels.
+    """Return the accesses of standard attention forward, which runs three tiled kernels.
 
     Parameters
     ----------
     problem : Problem
-        Sizes, dtype and masks of the call. No mask skips a tile.
+        Sizes, dtype and masks of the call. All tiles are computed, also under a mask.
     tiles : object with Br and Bc
         Rows of a row tile, columns of a column tile.
     return_lse : bool, default False
@@ -30,7 +30,7 @@ def standard(
     row_resident : bool, default True
         Whether a row of S fits into shared memory. If not, the softmax loads S twice.
     block_mask : array_like of bool, optional
-        Checked, but it skips no tile; see the package's docstring.
+        The block mask of a sparse problem. It is checked, but all tiles are computed.
 
     Returns
     -------
@@ -87,12 +87,12 @@ def standard_backward(
     forward_resident: bool = True, block_mask: Any = None, dbias: bool = False, dlse: bool = False,
     dsinks: bool = False,
 ) -> Accesses:  # fmt: skip
-    """Return the accesses of standard attention backward, seven tiled kernels.
+    """Return the accesses of standard attention backward, which runs seven tiled kernels.
 
     Parameters
     ----------
     problem : Problem
-        Sizes, dtype and masks of the call. No mask skips a tile.
+        Sizes, dtype and masks of the call. All tiles are computed, also under a mask.
     tiles : object with Br and Bc
         Rows of a row tile, columns of a column tile.
     row_resident : bool, default True
@@ -101,7 +101,7 @@ def standard_backward(
     forward_resident : bool, default True
         Whether a row of S fits into shared memory. If not, the softmax loads S twice.
     block_mask : array_like of bool, optional
-        Checked, but it skips no tile; see the package's docstring.
+        The block mask of a sparse problem. It is checked, but all tiles are computed.
     dbias : bool, default False
         Whether the gradient of the bias is computed: N_q N_k atomic adds to dbias, each a load and
         a store.

@@ -1,6 +1,6 @@
 """Accesses as papers publish them: asymptotic bounds, and one count of an algorithm.
 
-None of these numbers is an exact count of a kernel. All ignore masks.
+These numbers are not exact counts of kernels. They ignore masks.
 """
 
 from __future__ import annotations

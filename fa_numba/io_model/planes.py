@@ -1,4 +1,4 @@
-"""Accesses of float32 matrices split in planes of 16 bits, and of the kernels that split them."""
+"""Accesses for float32 matrices that are split in planes of 16 bits."""
 
 from __future__ import annotations
 
@@ -15,9 +15,12 @@ def rows_loaded(problem: Problem, backward: bool = False, boxes: bool = False) -
     """Return the elements that a kernel loads of one row of Q or K, and of one row of V or dO.
 
     Without planes, these numbers are the head dimensions. With planes, they are the number of
-    planes times the head dimension, rounded up to a multiple of 16. In the backward pass it is
-    rounded up to a multiple of 32 if a head dimension is above 64. If the kernel loads boxes, it
-    is rounded up to a multiple of 64.
+    planes times the head dimension, which is rounded up to a multiple of:
+
+        case                                               multiple
+        the kernel loads boxes                             64
+        backward pass, and a head dimension is above 64    32
+        otherwise                                          16
 
     Parameters
     ----------
@@ -50,7 +53,7 @@ def of_planes(
     backward: bool = False,
     boxes: bool = False,
 ) -> Accesses:
-    """Return the accesses of a kernel that loads planes and of the kernels that make the planes.
+    """Return the accesses of a kernel that loads planes, and of the kernels that make the planes.
 
     Parameters
     ----------
@@ -86,7 +89,7 @@ def of_planes(
     queries = whole_sums(problem, tiles, problem.heads_q).rows
     keys = whole_sums(problem, tiles, problem.heads_k).columns
     both, times = queries + keys, 2 if precision.scaled else 1
-    of_v = queries + keys if backward else keys  # and of dO
+    of_v = queries + keys if backward else keys  # rows of V, and of dO in the backward pass
     loads = {"X": times * (both * problem.head_dim + of_v * problem.d_v)}
     row, row_v = rows_loaded(problem, backward, boxes)
     before = count(problem, loads, {"planes": both * row + of_v * row_v})

@@ -1,4 +1,4 @@
-"""Bytes between devices that share one sequence, in closed form."""
+"""Bytes that the devices of a ring send to each other for one sequence, in closed form."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fa_numba.io_model.work import PASSES
 from fa_numba.problem import Problem
 
 TRAVELS = ("kv", "q")
-_SUM_BYTES = 4  # a float32: sums of several parts, and L
+_SUM_BYTES = 4  # bytes of a float32: a sum of several results, or L
 
 
 @dataclass(frozen=True)
@@ -197,22 +197,29 @@ def ring_messages(
 
 
 def _sent(problem: Problem, ranks: int, rank: int, travels: str, passes: str, dlse: bool) -> int:
+    """Return the bytes that a rank sends in a call without window and lengths."""
     operands, first, later = ring_messages(problem, travels=travels, passes=passes, dlse=dlse)
     if ranks == 1:
         return 0
-    halves = rank if problem.causal else 0  # messages of half the rows, the first ones
-    halved = max(halves - 1, 0)  # of those behind the first
+    halves = rank if problem.causal else 0  # the first messages of results contain half the rows
+    halved = max(halves - 1, 0)  # the number of these messages without the first message
     results = (first // 2 if halves else first) + halved * (later // 2)
     return (ranks - 1) * operands + results + (ranks - 2 - halved) * later
 
 
-Span = tuple[int, int]
+Span = tuple[int, int]  # first row, and one past the last
 
 
 def _seen(
     problem: Problem, ranks: int, travels: str, lens: list[tuple[int, int]]
 ) -> list[list[list[Span]]]:
-    """Return, by step and owner, the travelling rows of the owner's part that each call sees."""
+    """Return the travelling rows that are needed in each step, as lists of ranges of rows.
+
+    ``_seen(...)[step][owner]`` is for the rows of the rank `owner` that have travelled for `step`
+    steps. It contains one range for each kernel call that computes with these rows. The ranges
+    count from the first row of the owner's part. The travelling rows are rows of Q if Q travels,
+    else rows of K and V. `lens` are the valid rows and columns of each batch entry.
+    """
     left, right = (2**40 if x is None else x for x in (problem.left, problem.right))
     halves = 2 if problem.causal and ranks > 1 else 1
 
@@ -222,6 +229,7 @@ def _seen(
         return [(n * size // halves, i * size // halves) for i, n in enumerate(held)]
 
     def pairs(step: int, owner: int) -> list[Span]:
+        """Return the ranges for one step and owner."""
         there = (owner + step) % ranks
         q_rank, k_rank = (owner, there) if travels == "q" else (there, owner)
         found = []
@@ -250,12 +258,20 @@ def _of_seen(
     passes: str,
     dlse: bool,
 ) -> LinkTraffic:
+    """Return the bytes on the link of one rank in a call with a window or lengths.
+
+    `seen` is the result of `_seen`.
+    """
     ranks, rows = len(seen), problem.seqlen_q if travels == "q" else problem.seqlen_k
     messages = ring_messages(problem, travels=travels, passes=passes, dlse=dlse)
-    operands, first, later = (x // rows for x in messages)  # of one row
+    operands, first, later = (x // rows for x in messages)  # bytes of one row
     stops = [step for step in range(ranks) if step == 0 or any(seen[step])]
 
     def bytes_of(owner: int, steps: list[int], each: int | None) -> int:
+        """Return the bytes of a message with the rows of `owner` that some steps read.
+
+        `each` is the number of bytes per row; None: the number for results.
+        """
         calls = [span for step in steps for span in seen[step][owner]]
         if not calls:
             return 0
@@ -333,6 +349,7 @@ def ring_break_even(
 
 
 def _check(problem: Problem, ranks: int, travels: str, passes: str) -> None:
+    """Raise TypeError or ValueError unless the arguments of `ring` are valid."""
     as_size("ranks", ranks, axis=False)
     check_name("travels", travels, TRAVELS)
     check_name("passes", passes, PASSES[:2])

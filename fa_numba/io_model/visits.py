@@ -17,7 +17,7 @@ PASSES = ("fwd", "bwd", "fwd+bwd")
 
 
 def entries(problem: Problem) -> list[tuple[int, int]]:
-    """Return one batch entry for each pair of lengths, and how many entries have this pair.
+    """Return one batch entry for each different pair of lengths, and the number of such entries.
 
     Parameters
     ----------
@@ -41,9 +41,9 @@ def entries(problem: Problem) -> list[tuple[int, int]]:
 
 
 class Whole(NamedTuple):
-    """Sums over batch entries and heads that no mask changes.
+    """Sums over all tiles, batch entries and heads. They do not depend on masks.
 
-    The formulas of one batch entry are in the symbols of `fa_numba.io_model`.
+    The formulas below are for one batch entry and head, with the symbols of `fa_numba.io_model`.
 
     Parameters
     ----------
@@ -55,22 +55,24 @@ class Whole(NamedTuple):
         Pairs of a row and a column, N_q N_k.
     tiles : int
         Tiles of S, T_r T_c.
-    columns_by_row_tile, rows_by_column_tile : int
-        T_r N_k and T_c N_q.
+    columns_by_row_tile : int
+        Columns, counted once for each row tile: T_r N_k.
+    rows_by_column_tile : int
+        Rows, counted once for each column tile: T_c N_q.
     """
 
-    rows: int  # N_q
-    columns: int  # N_k
-    all_rows: int  # N_q'
-    all_columns: int  # N_k'
-    pairs: int  # N_q N_k
-    tiles: int  # T_r T_c
-    columns_by_row_tile: int  # T_r N_k
-    rows_by_column_tile: int  # T_c N_q
+    rows: int
+    columns: int
+    all_rows: int
+    all_columns: int
+    pairs: int
+    tiles: int
+    columns_by_row_tile: int
+    rows_by_column_tile: int
 
 
 def whole_sums(problem: Problem, tiles: BlockSizes, heads: int) -> Whole:
-    """Return the sums over all batch entries and `heads` heads of each.
+    """Return the sums over all batch entries, with `heads` heads each.
 
     Parameters
     ----------
@@ -87,7 +89,7 @@ def whole_sums(problem: Problem, tiles: BlockSizes, heads: int) -> Whole:
         The sums.
     """
     check_blocks(tiles)
-    # Python integers: a count may exceed 64 bits.
+    # Python's integers, because a sum may exceed 64 bits.
     total = [0] * len(Whole._fields)
     for entry, count in entries(problem):
         Nq, Nk = problem.lengths(entry)
@@ -110,20 +112,20 @@ class Visits(NamedTuple):
     rows, columns, pairs : int
         Sums of r_i, of c_j and of r_i c_j.
     rows_again : int
-        Sum of r_i without the tiles of column tile 0.
+        Sum of r_i over the visited tiles outside of column tile 0.
     rows_once : int
-        Sum of r_i with each row tile once that is visited at all.
+        Sum of r_i over the row tiles that are visited. Each row tile counts once.
     rows_whole : int
-        As `rows_once`, without row tiles that have rows past `q_lens`.
+        The same sum as `rows_once`, but without row tiles that contain rows past `q_lens`.
     """
 
-    tiles: int  # how many there are
-    rows: int  # of r_i
-    columns: int  # of c_j
-    pairs: int  # of r_i c_j
-    rows_again: int  # of r_i, without those of column tile 0
-    rows_once: int  # of r_i, each row tile once that is visited at all
-    rows_whole: int  # of these the rows of tiles without rows past `q_lens`
+    tiles: int
+    rows: int
+    columns: int
+    pairs: int
+    rows_again: int
+    rows_once: int
+    rows_whole: int
 
 
 def starts_in_first_pass(problem: Problem) -> bool:
@@ -158,7 +160,7 @@ def starts_in_first_pass(problem: Problem) -> bool:
 
 
 def rows_read(problem: Problem, visits: Visits) -> int:
-    """Return the rows of FA-1's O, l and m (or dQ) that the visits read.
+    """Return the number of rows of FA-1's O, l and m (or dQ) that the visits read.
 
     A visit that gives a row tile its first values reads nothing. With a block mask, the lists of
     tiles say which visit of a row tile is the first. With a window or `q_lens` every visit reads.
@@ -181,10 +183,11 @@ def rows_read(problem: Problem, visits: Visits) -> int:
 
 
 def rows_started(problem: Problem, visits: Visits, whole: Whole) -> int:
-    """Return the rows that FA-1 stores before the first pass (Algorithm 1 line 2, 4 line 5).
+    """Return the number of rows that FA-1 stores before the first pass.
 
-    With a window or `q_lens` these are all rows. With a block mask these are the rows of row tiles
-    that are never visited, or in which `q_lens` ends.
+    These stores are line 2 of Algorithm 1, or line 5 of Algorithm 4. With a window or `q_lens` they
+    are of all rows. With a block mask they are of the rows of two kinds of row tiles: row tiles
+    that are never visited, and row tiles in which `q_lens` ends.
 
     Parameters
     ----------
@@ -193,7 +196,7 @@ def rows_started(problem: Problem, visits: Visits, whole: Whole) -> int:
     visits : Visits
         Sums over the visited tiles.
     whole : Whole
-        Sums over all rows.
+        Sums over all tiles.
 
     Returns
     -------
@@ -209,7 +212,7 @@ def visit_sums(
     problem: Problem, tiles: BlockSizes, block_mask: Any, *, takes_all: bool = False, run: int = 1,
     whole: bool = False,
 ) -> Visits:  # fmt: skip
-    """Return the sums over the tiles that a kernel visits. They hold for both loop orders.
+    """Return the sums over the tiles that a kernel visits. Both loop orders have the same sums.
 
     Parameters
     ----------
@@ -220,13 +223,14 @@ def visit_sums(
     block_mask : array_like of bool or None
         Tiles that are computed.
     takes_all : bool, default False
-        Whether every row tile visits column tile 0, even if it does not see a column of this tile.
+        Whether every row tile visits column tile 0, even if no row sees a column of this tile.
         Column tile 0 then exists even if N_k = 0.
     run : int, default 1
-        Neighbouring row tiles that count as one row tile, which visits every column tile that one
-        of them visits. This counts the loads of K and V of a thread block with FA-1's query splits.
+        Number of neighbouring row tiles that count as one row tile. This row tile visits every
+        column tile that one of them visits. A run counts the loads of K and V by one thread block
+        with FA-1's query splits.
     whole : bool, default False
-        Whether a row tile has all rows that the arrays have, including rows past `q_lens`.
+        Whether the rows of a row tile past `q_lens` count, too.
 
     Returns
     -------
@@ -247,7 +251,9 @@ def visit_sums(
 
 
 def columns_visited(problem: Problem, tiles: BlockSizes, block_mask: Any) -> Counter[int]:
-    """Count the visited tiles of all batch entries and query heads by their number of columns, c_j.
+    """Return how many tiles with each number of columns, c_j, are visited.
+
+    The count is over all batch entries and query heads.
 
     Parameters
     ----------
@@ -285,30 +291,33 @@ def _visited(
 
 
 class RowTiles(NamedTuple):
-    """What each row tile of one head visits. A run of row tiles may count as one.
+    """The row tiles of one head, and the column tiles that each row tile visits.
+
+    A run of neighbouring row tiles may count as one row tile. All arrays have one element per row
+    tile.
 
     Parameters
     ----------
     rows : ndarray of int
-        Rows of each row tile, r_i.
+        Number of rows of the row tile, r_i.
     seen : ndarray of int
-        Column tiles that it visits.
+        Number of column tiles that the row tile visits.
     whole : ndarray of bool
-        Whether none of its rows is past `q_lens`.
+        Whether the row tile contains no rows past `q_lens`.
     columns : ndarray of int
-        Columns of the visited column tiles together, sum_j c_j.
+        Sum of the columns of the visited column tiles, sum_j c_j.
     with_0 : ndarray of bool
-        Whether it visits column tile 0.
+        Whether the row tile visits column tile 0.
     """
 
-    rows: np.ndarray  # its rows, r_i
-    seen: np.ndarray  # how many column tiles it visits
-    whole: np.ndarray  # whether no row of the tile's is past `q_lens`
-    columns: np.ndarray  # the columns of these, sum_j c_j
-    with_0: np.ndarray  # whether column tile 0 is one of them
+    rows: np.ndarray
+    seen: np.ndarray
+    whole: np.ndarray
+    columns: np.ndarray
+    with_0: np.ndarray
 
     def all_with_0(self, columns: int) -> RowTiles:
-        """Return these visits, with column tile 0 visited by every row tile too.
+        """Return these visits plus a visit of column tile 0 by every row tile.
 
         Parameters
         ----------
@@ -346,7 +355,10 @@ class RowTiles(NamedTuple):
 def _row_tiles(
     problem: Problem, tiles: BlockSizes, entry: int, mask: np.ndarray | None, run: int
 ) -> RowTiles:
-    """Return the row tiles of one head, given its batch entry and block mask, in runs of `run`."""
+    """Return the row tiles of one head, given by its batch entry and block mask.
+
+    `run` neighbouring row tiles count as one row tile.
+    """
     Nq, Nk = problem.lengths(entry)
     Bc, height = tiles.Bc, run * tiles.Br
     if mask is None:
@@ -369,9 +381,9 @@ def _column_tiles(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return for each row tile the first column tile that it sees, and one past the last.
 
-    `height` is the rows of a row tile. The columns that two neighbouring rows see overlap or touch.
-    The rows of a tile together therefore see all columns from the first row's first to the last
-    row's last.
+    `height` is the number of rows of a row tile. The ranges of columns that two neighbouring rows
+    see overlap or touch. A row tile therefore sees all columns from the first column of its first
+    row to the last column of its last row.
     """
     Nq, _ = problem.lengths(entry)
     rows = np.arange(0, Nq, height)
@@ -382,7 +394,7 @@ def _column_tiles(
 def blocks_of(
     problem: Problem, block_mask: Any, tiles: BlockSizes | None = None
 ) -> np.ndarray | None:
-    """Return the block mask with four axes, checked; None if the problem is not sparse.
+    """Check the block mask, and return it with four axes; None if the problem is not sparse.
 
     Parameters
     ----------
@@ -420,7 +432,7 @@ def blocks_of(
 def distinct_heads(
     problem: Problem, blocks: np.ndarray | None
 ) -> Iterator[tuple[int, np.ndarray | None, int]]:
-    """Iterate over heads that may differ in lengths or block mask.
+    """Iterate over the different heads of a problem: heads with other lengths or block masks.
 
     Parameters
     ----------
@@ -436,7 +448,7 @@ def distinct_heads(
     mask : ndarray of bool or None
         The head's block mask.
     count : int
-        Number of query heads like this one.
+        Number of query heads with equal lengths and block mask.
     """
     if blocks is None:
         for entry, count in entries(problem):
@@ -460,8 +472,8 @@ def tiles_visited(
     """Return the number of tiles of S that an algorithm computes.
 
     The number is the sum over batch entries and query heads. FA-2 computes the visited tiles only.
-    FA-1 does too, but its first pass may visit every row tile; see `starts_in_first_pass`. Standard
-    attention computes all tiles.
+    FA-1 computes the visited tiles, too, but its first pass may visit every row tile; see
+    `starts_in_first_pass`. Standard attention computes all tiles.
 
     Parameters
     ----------

@@ -15,7 +15,7 @@ from fa_numba.problem import Problem
 
 
 def flops(problem: Problem, passes: str = "fwd", *, block_mask: Any = None) -> int:
-    """Return the FLOPs of a call by the papers' convention: its matrix products only.
+    """Return the FLOPs of a call by the papers' convention, which counts matrix products only.
 
     Parameters
     ----------
@@ -62,7 +62,7 @@ def flops(problem: Problem, passes: str = "fwd", *, block_mask: Any = None) -> i
     blocks = blocks_of(problem, block_mask)
     halved = problem.causal and problem.window == (-1, -1)
     factor = (1 if halved else 2) * multiply_adds(problem, passes)
-    pairs = 0  # times the blocks of one mask
+    pairs = 0  # (row, column) pairs, times the number of kept blocks with a block mask
     for entry, mask, count in distinct_heads(problem, blocks):
         pairs += count * _pairs(problem, entry) * (1 if mask is None else int(mask.sum()))
     return factor * pairs // (1 if blocks is None else blocks[0, 0].size)
@@ -97,24 +97,25 @@ def multiply_adds(problem: Problem, passes: str) -> int:
 
 
 def _pairs(problem: Problem, entry: int) -> int:
-    """Return the number of (row, column) pairs of a batch entry that its window leaves."""
+    """Return the number of (row, column) pairs inside the window of a batch entry."""
     Nq, Nk = problem.lengths(entry)
     if problem.window == (-1, -1):
         return Nq * Nk
 
     def summed(offset: int) -> int:
-        """Return, summed over all rows i, the columns below i + offset.
+        """Return the sum, over all rows i, of the number of columns j < i + offset.
 
         This is the sum of min(max(i + offset, 0), N_k).
         """
 
         def below(end: int) -> int:
+            """Return the sum of min(max(n, 0), N_k) over all n < `end`."""
             rising = min(max(end, 0), Nk)
             return rising * (rising - 1) // 2 + max(end - Nk, 0) * Nk
 
         return below(Nq + offset) - below(offset)
 
-    # As columns_begin and columns_end have them, without an array of rows.
+    # The same limits as in Problem.columns_begin and columns_end, without an array of rows.
     ends = Nq * Nk if problem.right is None else summed(Nk - Nq + problem.right + 1)
     begins = 0 if problem.left is None else summed(Nk - Nq - problem.left)
     return ends - begins
@@ -124,7 +125,7 @@ def workspace(
     algorithm: str, problem: Problem, *, return_lse: bool = False, passes: str = "fwd",
     deterministic: bool = False, query_splits: int = 1, kv_splits: int = 1, group_splits: int = 1,
 ) -> int:  # fmt: skip
-    """Return the bytes of workspace that a call needs: memory besides its inputs and outputs.
+    """Return the bytes of workspace that a call needs in addition to its inputs and outputs.
 
     Parameters
     ----------
@@ -138,7 +139,7 @@ def workspace(
         The pass.
     deterministic : bool, default False
         Whether FA-2's backward pass computes dQ by a second kernel, without atomic adds. Set it
-        also for the unit "wgmma" with a head dimension above 128, which always does so.
+        also for the unit "wgmma" with a head dimension above 128, which always has this kernel.
     query_splits : int, default 1
         Thread blocks of FA-1 that share the rows of Q of one query head (forward) or of one K/V
         head (backward).
@@ -229,9 +230,9 @@ def workspace(
 
 
 def _planes(problem: Problem, rows: int, backward: bool = False) -> int:
-    """Return the bytes of the planes of Q, with `rows` rows, of K and of V.
+    """Return the bytes of the planes of Q, K and V, and in the backward pass of dO.
 
-    ``backward`` also of dO.
+    `rows` is the number of rows of Q over all heads. The result is 0 without planes.
     """
     precision = PRECISIONS[problem.precision]
     if precision.planes == 1:
