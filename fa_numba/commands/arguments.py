@@ -29,7 +29,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--version", action="version", version=f"{command} {__version__}")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse like ``argparse``, but exit with an error if there is no option of a given name."""
+        """Parse like ``argparse``, but exit with an error message for an unknown ``--option``."""
         found, unknown = super().parse_known_args(args, namespace)
         for text in unknown:
             option = text.partition("=")[0]
@@ -61,7 +61,7 @@ def saying(parse: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def whole(least: int, most: int) -> Callable[[str], int]:
-    """Return a parser of an integer from ``least`` to ``most``.
+    """Return a parser for an integer from ``least`` to ``most``.
 
     The suffixes k and M multiply by 1024 and 1024 * 1024, as in the figures: "4k" is 4096.
     """

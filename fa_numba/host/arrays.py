@@ -59,7 +59,7 @@ class Operand:
 
     @property
     def _used_strides(self) -> tuple[int, ...]:
-        """The strides in bytes, where axes of length 1 have the strides of a contiguous array."""
+        """The strides in bytes. Axes of length 0 or 1 have a fixed stride, because none is used."""
         return used_strides(self.shape, self.strides, STORED[self.dtype].bytes)
 
     @property

@@ -156,9 +156,10 @@ class Binding:
         return problem
 
     def check_mask(self, problem: Problem, given: Any, tiles: Tiles) -> None:
-        """Raise ValueError unless a block mask that is an array has blocks of the size ``tiles``.
+        """Raise an error unless a block mask that is an array has one element for each tile.
 
-        ``given`` is the argument ``tiles`` of the caller, which is required for such a block mask.
+        ``tiles`` are the tiles of the plan. ``given`` is the argument ``tiles`` of the caller,
+        which is required for such a block mask.
         """
         if self.block_mask is None or isinstance(self.block_mask, BlockMask):
             return

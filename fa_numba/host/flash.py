@@ -129,9 +129,9 @@ def _planes(
 
 
 def _row_sums_of_planes(request: Request) -> Launch:
-    """Return the launch for D = rowsum(dO o O) and A = 0, in a pass whose dO is split into planes.
+    """Return the launch for D = rowsum(dO o O) - dL in a pass whose dO is split into planes.
 
-    A is the float32 sum of dQ.
+    dL is 0 without ``dlse``. The kernel also sets A, the float32 sum of dQ, to 0.
     """
     p = request.problem
     facts = planes.PlaneFacts(request.lengths_of_rows, p.head_dim, 0, "", request.aligned, False)
@@ -212,9 +212,15 @@ def _fa1_backward(request: Request, decided: Decision) -> Plan:
 def _fa2_backward(request: Request, decided: Decision) -> Plan:
     """Return the plan of FA-2's backward pass.
 
-    The launches are, in this order: D = rowsum(dO o O); the main kernel over column tiles, which
-    computes dK and dV; and a kernel for dQ. If the main kernel adds to dQ atomically, the last
-    kernel only rounds the sum. For float32, no last kernel is needed then.
+    The first launch computes D = rowsum(dO o O) - dL, where dL is 0 without ``dlse``. The main
+    launch over column tiles computes dK and dV. There are three ways to compute dQ:
+
+    - The main kernel adds to dQ atomically, in float32.
+    - The main kernel adds to a float32 sum atomically, and another launch rounds the sum to dQ.
+    - Another kernel over row tiles computes dQ, for example with ``deterministic``.
+
+    Further launches split the matrices into planes, add the group splits of dK and dV, and compute
+    the gradient of the sinks, if the call needs them.
     """
     unit, tiles, spec, splits = decided.unit, decided.tiles, decided.spec, decided.splits
     p = request.problem

@@ -11,8 +11,8 @@ argument of the call           contribution to the key
 choices, scalar options        type and value
 array on a GPU                 library, GPU, dtype, shape, strides and alignment
 lengths, arrays of blocks      dtype, shape and values; each call copies the values from a GPU
-with a block table: the table  as for arrays on a GPU; calls with a table or lengths on the host are
-and the lengths ``kv_lens``    not stored
+``block_table``, ``kv_lens``   with a block table: as for arrays on a GPU; a call with such arrays
+                               on the host is not stored
 ``score_mod``, ``mask_mod``    code, captured numbers, and captured arrays as for arrays on a GPU
 ``BlockMask``                  its function, its sizes and its tiles
 =============================  =====================================================================
@@ -124,8 +124,8 @@ def describe_call(
 ) -> Call | None:
     """Return the key and the addresses of a call, or None for a call that is never stored.
 
-    ``choices`` contains all other arguments of the call. They have been checked. This function
-    checks nothing, so that it is fast.
+    ``choices`` contains all other arguments of the call. This function checks no values, so that it
+    is fast.
     """
     if not device.on_gpu():
         return None

@@ -52,9 +52,10 @@ def forward(request: Request, chosen: Chosen[Unit]) -> Plan:
 def backward(request: Request, chosen: Chosen[Unit]) -> Plan:
     """Return the plan of a backward pass (Algorithm 3).
 
-    The launches compute S and P again, dP = dO VT, dS in the memory of dP, dV, dQ and dK. With a
-    ``softcap`` or a ``score_mod``, one more launch multiplies dS by the slopes of the scores. The
-    tiles are chosen for the larger one of the two head dimensions.
+    The launches compute S and P again, then dP = dO VT, then dS, and then dV, dQ and dK. dS
+    replaces dP in memory. If a ``softcap`` or a ``score_mod`` changes the derivative of the scores,
+    one more launch multiplies dS by this derivative. The tiles are chosen for the larger one of the
+    two head dimensions.
     """
     (unit, why_unit), p, dtype = chosen, request.problem, request.dtype
     larger = replace(p, head_dim=p.largest_dim, head_dim_v=None)

@@ -173,14 +173,17 @@ class BlockMask:
 
     @property
     def visited(self) -> np.ndarray:
-        """Whether each block is visited: a new array of bool, which ``block_mask`` takes too."""
+        """New bool array with the shape of the mask: True for each visited block.
+
+        Calls also accept this array as their argument ``block_mask``.
+        """
         return np.array(self.lists.visited())
 
     def check(self, problem: Any) -> None:
         """Raise ValueError unless the mask was made for the sizes of a problem.
 
-        Packed sequences and pages have lengths of their own, and rows and columns count from 0 in
-        each sequence. A mask for longer sequences is right for them too.
+        Calls with packed sequences or pages also accept a mask that was made for longer sequences,
+        because rows and columns are counted from 0 in each sequence.
 
         Parameters
         ----------
@@ -238,7 +241,9 @@ class BlockMask:
         return self.lists.visited(size)[:, :, :Tr, :Tc]
 
     def without_blocks(self) -> BlockMask:
-        """Return a mask for plans only, which does not copy the blocks from a GPU to the host.
+        """Return a copy of the mask without its blocks, for plans that need no blocks.
+
+        A plan with the copy does not copy the blocks from a GPU to the host.
 
         Returns
         -------

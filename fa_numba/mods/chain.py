@@ -14,12 +14,13 @@ ZERO = "float32(0.0)"
 
 
 class Chained(Conversions):
-    """Writes the statements that add and multiply slopes."""
+    """Writes the statements that add and multiply slopes (derivatives) in a function's text."""
 
     def times(self, slope: str | None, factor: str, finite: bool = False) -> str | None:
-        """Return the slope times a factor.
+        """Write the product of a slope (derivative) and a factor, and return its name.
 
-        ``finite`` says that the factor is known to be finite. Shared factors count as finite.
+        ``slope`` and ``factor`` are names in the text. ``finite`` says that the factor is known to
+        be finite. Shared factors count as finite.
         """
         if slope is None:
             return None
@@ -29,10 +30,10 @@ class Chained(Conversions):
         return made
 
     def chained(self, slope: str | None, factor: str, finite: bool = False) -> str | None:
-        """Return the slope times a factor, but 0 where the factor is 0.
+        """Write the product of a slope and a factor, but 0 where the factor is 0. Return its name.
 
         A factor is 0 where a function is saturated, such as tanh far from 0. The slope of the
-        function's argument may be infinite there, and 0 times infinity is NaN.
+        function's argument may be infinite there, and 0 times infinity would be NaN.
         """
         made = self.times(slope, factor, finite)
         if made is None or made == factor or self.steady_slope(slope):
@@ -40,7 +41,7 @@ class Chained(Conversions):
         return self.put(f"{made} if {factor} != {ZERO} else {ZERO}")
 
     def plus(self, a: str | None, b: str | None, sign: str = "+") -> str | None:
-        """Return the sum of two slopes, or with the sign "-" their difference."""
+        """Write the sum of two slopes, or their difference if ``sign`` is "-". Return its name."""
         if a is None:
             return b if b is None or sign == "+" else self.put(f"-{b}")
         return a if b is None else self.put(f"{a} {sign} {b}")

@@ -72,7 +72,7 @@ _KNOWN |= {"_fa_float": float, "_fa_settled": _settled}
 
 
 class _Operations(ast.NodeTransformer):
-    """Replaces operators by calls of the functions above.
+    """Replaces operators in a syntax tree by calls of functions such as ``_divide``.
 
     Sums, differences and products are the most frequent operations, and most results are floats,
     which need no call. They become `made if (made := a + b).__class__ is float else settled(made)`.

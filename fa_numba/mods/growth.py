@@ -39,10 +39,10 @@ class Growing(Chained):
     """Writes the statements about values that grow like an exponential function."""
 
     def growth_of_math(self, name: str, x: str, y: str, slope: str | None) -> Growth | None:
-        """Return the growth of y = math.name(x), where ``slope`` is the slope of x.
+        """Return the ``Growth`` of y = math.name(x), where ``slope`` is the derivative of x.
 
-        Return None if the function does not grow, or if x is neither differentiated nor depends on
-        the score.
+        Return None if the function does not grow exponentially. Return None too if x has no slope
+        and does not depend on the score.
         """
         if name not in _OF_MATH or not (slope or self.depends(x)):
             return None
@@ -53,7 +53,10 @@ class Growing(Chained):
         return Growth(scale, slope, log)
 
     def relative(self, term: Term) -> str | None:
-        """Return the slope of a value that grows, divided by the value. None stands for 0."""
+        """Write the logarithmic derivative b' / b of a value b that grows. Return its name.
+
+        None stands for 0.
+        """
         assert term.growth is not None
         scale, slope, _ = term.growth
         if slope is None or scale == term.text:
@@ -61,15 +64,18 @@ class Growing(Chained):
         return self.chained(slope, self.ratio(scale, term.text, ONE))
 
     def ratio(self, scale: str, text: str, limit: str) -> str:
-        """Return ``scale / text``, or ``limit`` where ``text`` is infinite."""
+        """Write the quotient ``scale / text``, or ``limit`` where ``text`` is infinite.
+
+        Return the name of the result. The arguments are names in the text of the function.
+        """
         made = self.put(f"{scale} / {text}")
         return self.put(f"{limit} if float32(abs({text})) == {INFINITE} else {made}")
 
     def logarithm(self, name: str, y: str, term: Term) -> str:
-        """Return the logarithm ``name`` of a value, correct also where the value is infinite.
+        """Write the logarithm of a value that may grow and overflow. Return its name.
 
-        y is the logarithm as math computes it. The result uses ``term.growth.log``, if known, where
-        the value is infinite.
+        ``name`` is a function of math, such as "log2", and y is the name of the logarithm as math
+        computes it. Where the value is infinite, ``term.growth.log`` is used, if known.
         """
         if term.growth is None or not term.growth.log:
             return y
@@ -79,19 +85,22 @@ class Growing(Chained):
         return self.put(f"{log} if {term.text} == {INFINITE} else {y}")
 
     def logarithm_slope(self, name: str, term: Term) -> str | None:
-        """Return the slope of the logarithm ``name`` of a value that grows.
+        """Write the derivative of a logarithm of a value that grows. Return its name.
 
-        For log1p, ``term`` is the argument of log1p plus 1.
+        ``name`` is a function of math, such as "log2". For log1p, ``term`` is 1 plus the argument.
         """
         slope, factor = self.relative(term), LOGARITHMS[name]
         return slope if factor == 1.0 else self.times(slope, f"float32({factor!r})")
 
     def fixed(self, term: Term) -> bool:
-        """Return whether the value neither depends on the score nor has a slope."""
+        """Return whether a value has no slope (derivative) and does not depend on the score."""
         return term.slope is None and not self.depends(term.text)
 
     def growth_of_sum(self, a: Term, b: Term, sign: str) -> Growth | None:
-        """Return the growth of a sum or difference of a value that grows and a fixed one."""
+        """Return the ``Growth`` of a + b or a - b, where one value grows and the other is fixed.
+
+        Return None in other cases.
+        """
         if a.growth is not None and self.fixed(b):
             return a.growth
         if b.growth is not None and self.fixed(a):
@@ -100,7 +109,10 @@ class Growing(Chained):
         return None
 
     def growth_of_product(self, a: Term, b: Term, value: str) -> Growth | None:
-        """Return the growth of the product ``value`` of a value that grows and a fixed one."""
+        """Return the ``Growth`` of a * b, where one value grows and the other is fixed.
+
+        ``value`` is the name of the product. Return None in other cases.
+        """
         if b.growth is not None and self.fixed(a):
             a, b = b, a
         if a.growth is None or not self.fixed(b):
@@ -112,9 +124,10 @@ class Growing(Chained):
         return Growth(scale, slope, log)
 
     def of_infinities(self, value: str, a: Term, b: Term) -> str:
-        """Return the quotient a / b of two values that grow, correct also where both are infinite.
+        """Write the quotient a / b of two values that grow, for values that may both be infinite.
 
-        ``value`` is the quotient by division, which is NaN where both values are infinite.
+        ``value`` is the name of the quotient by division, which is NaN where both are infinite.
+        Return the name of the result.
         """
         assert a.growth is not None and b.growth is not None
         if not (a.growth.log and b.growth.log):

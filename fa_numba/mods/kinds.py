@@ -38,21 +38,21 @@ class Conversions(Statements):
     """Writes the statements that convert a value to another kind."""
 
     def real(self, term: Term) -> str:
-        """Return the value as a float."""
+        """Write the conversion of a value to float32, if needed, and return the name."""
         if term.kind == "float":
             return term.text
         return self.put(term.real or f"float32({self.integer(term)})")
 
     def as_float(self, term: Term) -> Term:
-        """Return the value as a float, with its slope."""
+        """Return the value converted to float32, as a ``Term`` with its slope (derivative)."""
         return term if term.kind == "float" else Term("float", self.real(term))
 
     def integer(self, term: Term) -> str:
-        """Return the value of an integer or of a truth as an integer."""
+        """Write the conversion of an integer or a bool to int32, if needed, and return the name."""
         return self.put(f"int32({term.text})") if term.kind == "bool" else term.text
 
     def truth(self, term: Term) -> str:
-        """Return whether the value is True or not 0."""
+        """Write the conversion of a value to bool, if needed, and return the name."""
         if term.kind == "bool":
             return term.text
         return self.put(f"{term.text} != {'int32(0)' if term.kind == 'int' else 'float32(0.0)'}")
@@ -71,7 +71,10 @@ class Conversions(Statements):
         return "float" if self.same(*terms) == "float" else "int"
 
     def of_kind(self, kind: str, term: Term) -> str:
-        """Return the value converted to ``kind``, the kind that ``same`` returned for it."""
+        """Write the conversion of a value to ``kind``, if needed, and return the name.
+
+        ``kind`` is "int", "float" or "bool", as ``same`` returned it.
+        """
         if kind == "float":
             return self.real(term)
         return self.integer(term) if kind == "int" else term.text

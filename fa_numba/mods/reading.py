@@ -184,7 +184,7 @@ class Reader(Slopes):
         return self.element(kind, owner.id, indices, node)
 
     def element(self, kind: str, name: str, indices: list[ast.expr], node: ast.expr) -> Term:
-        """Return the element of a captured array at these indices.
+        """Write the statement that reads an element of a captured array, and return the element.
 
         ``kind`` is the array's dtype, ``name`` is the caller's name of the array, and ``node`` is
         the complete expression, for error messages.
@@ -251,7 +251,7 @@ class Reader(Slopes):
         return self.product(left, right) if symbol == "*" else self.sum_of(left, right, symbol)
 
     def of_integers(self, a: Term, symbol: str, b: Term) -> Term:
-        """Return the result of an operation with two integers. ``symbol`` is the operator."""
+        """Write an operation with two integers. Return the result. ``symbol`` is the operator."""
         left, right = self.integer(a), self.integer(b)
         if symbol in _BY_A_PRODUCT and self.is_shared(right):
             inverse = self.divisor(right)
@@ -271,7 +271,7 @@ class Reader(Slopes):
         return Term("int", value, None, of, real, apart)
 
     def raised(self, a: Term, b: Term, node: ast.expr) -> Term:
-        """Return a to the power of b. ``node`` is the expression ``a**b`` or a call of pow."""
+        """Write a to the power of b, and return it. ``node`` is the expression in the source."""
         exponent = getattr(node, "right", None)
         times = exponent.value if isinstance(exponent, ast.Constant) else None
         if isinstance(times, int) and 1 <= times <= LARGEST_POWER:
@@ -400,7 +400,7 @@ class Reader(Slopes):
         raise Refused(f"a call of {ast.unparse(function)}", function)
 
     def converted(self, name: str, term: Term) -> Term:
-        """Return ``abs``, ``int``, ``float`` or ``bool`` of a value."""
+        """Write the call ``name(term)``, where ``name`` is "abs", "int", "float" or "bool"."""
         if name == "bool":
             return Term("bool", self.truth(term))
         if name == "float":

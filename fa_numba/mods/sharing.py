@@ -94,7 +94,7 @@ class Statements:
         return 0 if self.is_shared(text) else self.names[text].rank
 
     def steady_slope(self, slope: str | None) -> bool:
-        """Return whether the slope is finite for every finite score."""
+        """Return whether a slope (derivative) is finite for every finite score. None means 0."""
         return slope is None or self.is_shared(slope) or self.names[slope].steady
 
     # --- shared values -----------------------------------------------------------------------

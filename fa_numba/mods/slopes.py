@@ -69,7 +69,10 @@ class Slopes(Growing):
         return Term(kind, value, slope)
 
     def sum_of(self, a: Term, b: Term, sign: str) -> Term:
-        """Return the sum of two floats, or their difference if ``sign`` is "-"."""
+        """Write a + b for two floats, or a - b if ``sign`` is "-". Return the value with its slope.
+
+        The slope is the derivative with respect to the score or an element of an array.
+        """
         rank = 1 if self.rank(a.text) + self.rank(b.text) < 2 else 2
         value = self.put(f"{a.text} {sign} {b.text}", rank=rank)
         slope = self.plus(a.slope, b.slope, sign)
@@ -102,9 +105,9 @@ class Slopes(Growing):
         return Term("float", value, self.plus(above, self.chained(self.relative(b), value), "-"))
 
     def remainder(self, a: Term, b: Term, symbol: str) -> Term:
-        """Return a // b or a % b of two floats. ``symbol`` is the operator.
+        """Write a // b or a % b for two floats. Return the value with its slope (derivative).
 
-        The slope of a // b is 0.
+        ``symbol`` is the operator. The slope of a // b is 0.
         """
         self.inside = True
         whole = self.put(f"float32(math.floor({a.text} / {b.text}))")
@@ -114,14 +117,14 @@ class Slopes(Growing):
         return Term("float", rest, self.plus(a.slope, self.times(b.slope, whole), "-"))
 
     def repeated(self, a: Term, times: int) -> Term:
-        """Return ``a`` to the power of the integer ``times``, written as products."""
+        """Write ``a`` to the power of the integer ``times`` as products. Return the value."""
         found = a if a.kind == "float" else Term("int", self.integer(a))
         for _ in range(times - 1):
             found = self.product(found, a)
         return found
 
     def power(self, a: Term, b: Term) -> Term:
-        """Return a to the power of b, where at least one of the two is a float."""
+        """Write a to the power of b. Return the value with its slope. At least one is a float."""
         self.inside = True
         left, right = self.real(a), self.real(b)
         value = self.put(f"float32(math.pow({left}, {right}))")
@@ -142,7 +145,7 @@ class Slopes(Growing):
         return Term("float", value, slope, growth=growth)
 
     def of_math(self, name: str, term: Term) -> Term:
-        """Return ``math.name(term)`` with its slope, for a ``name`` in ``OF_MATH``."""
+        """Write ``math.name(term)``, for a name in ``OF_MATH``. Return the value with its slope."""
         x = self.real(term)
         self.inside = self.inside or name.startswith(("log", "sqrt"))
         bounded = name in _BOUNDED and self.rank(x) < 2
@@ -159,7 +162,10 @@ class Slopes(Growing):
         return Term("float", y, by(term.slope, own, finite=bounded), growth=growth)
 
     def extreme(self, name: str, terms: list[Term]) -> Term:
-        """Return the minimum or maximum of several numbers. ``name`` is "min" or "max"."""
+        """Write the minimum or maximum of several numbers. Return the value with its slope.
+
+        ``name`` is "min" or "max".
+        """
         kind = self.number_kind(*terms)
         first, *rest = (Term(kind, self.of_kind(kind, x), x.slope) for x in terms)
         for other in rest:
@@ -173,9 +179,10 @@ class Slopes(Growing):
         return first
 
     def choice(self, test: str, sides: list[tuple[list[str], Term]]) -> Term:
-        """Return the value of the conditional expression ``sides[0] if test else sides[1]``.
+        """Write the conditional expression ``sides[0] if test else sides[1]``.
 
-        Each side is a pair: the statements that compute the value, and the value.
+        Each side is a pair: the statements that compute a value, and the value. Return the selected
+        value with its slope (derivative).
         """
         kind = self.same(*(term for _, term in sides))
         self.count += 1

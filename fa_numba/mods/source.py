@@ -37,7 +37,7 @@ class Source:
 
     @property
     def body(self) -> list[ast.stmt]:
-        """The statements without the docstring. A lambda has one statement, a return."""
+        """The statements of the function without its docstring. For a lambda: one ``return``."""
         if isinstance(self.node, ast.Lambda):
             return [ast.copy_location(ast.Return(self.node.body), self.node.body)]
         first, *rest = self.node.body

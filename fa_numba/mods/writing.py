@@ -69,9 +69,10 @@ class _Writer(Reader):
     """Writes the head of the function and its ``return`` around the statements of a ``Reader``."""
 
     def function(self, value: bool, slope: bool) -> tuple[Text, bool]:
-        """Return the text, and whether the slope is finite for every finite score.
+        """Write the function. Return its text, and whether its slope is finite for finite scores.
 
-        ``value`` and ``slope`` say what the function returns.
+        ``value`` and ``slope`` say whether the written function returns the value, the slope (the
+        derivative with respect to the score), or both.
         """
         result, steady = self.result("score" if slope else ""), False
         if self.option == "mask_mod":
@@ -102,10 +103,11 @@ class _Writer(Reader):
         return Text(text, score_factor, inner), steady
 
     def split_factor(self, lines: list[str]) -> tuple[str, list[str]]:
-        """Return the factor by which kernels multiply the score, and the remaining ``lines``.
+        """Remove a factor of the score from the function, for kernels to multiply by it.
 
-        The factor is the scale. If the function reads the score only once, in a product with a
-        shared value, the factor is the scale times that value.
+        Return the text of the factor, and the remaining ``lines``. The factor is the scale. If the
+        function reads the score only once, in a product with a value that is equal for all scores
+        of a tile, the factor is the scale times that value.
         """
         name, value = alone("score", lines)
         factor, of_score = self.names[name].product
@@ -114,10 +116,11 @@ class _Writer(Reader):
         return f"scale * {factor}", replaced("score", name, value, lines)
 
     def split_inner(self, lines: list[str]) -> tuple[str, list[str]]:
-        """Return the text ``inner`` (see ``Text``), and the remaining ``lines``.
+        """Remove the function that is applied to the score first, such as tanh.
 
-        ``inner`` applies a function of ``_INNER``, if the caller's function reads the score only
-        once, as the argument of that function. If not, the text is empty.
+        Return the text of that function (``Text.inner``), and the remaining ``lines``. The text is
+        empty unless the caller's function reads the score only once, as the argument of a function
+        in ``_INNER``.
         """
         score, (name, value) = "score", alone("score", lines)
         if value == "score":  # ``split_factor`` has removed a factor
@@ -129,7 +132,7 @@ class _Writer(Reader):
         return "", lines
 
     def multiplied_result(self, value: str) -> str:
-        """Return the product of ``result_factor`` and the value.
+        """Return the text of the product of ``result_factor`` and a value.
 
         Kernels pass the ``result_factor`` 1, or log2(e) for a score in units of log2. A shared
         factor of the value is multiplied with ``result_factor`` first.

@@ -49,8 +49,9 @@ class Agreement:
             raise self._late(error) from error
 
     def wait(self) -> None:
-        """Raise on every rank unless all ranks have the same arguments and none refuses the call.
+        """Wait for the comparison. Raise an error if arguments differ or checks failed on any rank.
 
+        All ranks raise an error in such a case.
         The ValueError names the arguments that differ, and on which ranks. If the checks of all
         ranks raised equal errors, each rank raises its own error. RuntimeError is raised if a rank
         does not arrive within the timeout of the group.

@@ -330,7 +330,8 @@ def _shares(ring: Ring, q: Any, k: Any, early: bool, last: bool) -> list[list[He
     """Return the groups of K/V heads of a rank's own part, in three lists.
 
     The first list is computed before the agreement, the second after it, and the third at the end.
-    None means all heads. The groups depend only on the call, so equal calls give equal bits.
+    ``early`` and ``last`` say whether the first and the third list may contain heads. None means
+    all heads. The groups depend only on the call, so equal calls give equal bits.
     """
     heads = k.shape[3 - ring.axis]
     if ring.link.ranks == 1 or heads == 1 or ring.mask is not None:

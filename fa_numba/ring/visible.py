@@ -198,12 +198,15 @@ class Course:
     def results(self, owner: int, stop: int) -> Span:
         """Return the rows for which results are sent on from a stop.
 
-        These are results of this stop and of earlier stops, for the travelling part of ``owner``.
+        These are results of the stops 1 to ``stop``, for the travelling part of ``owner``.
         """
         return _enclosing(self._moving(owner, 1, stop + 1))
 
     def calls(self, owner: int, stop: int) -> int:
-        """Return the number of calls whose results, for ``owner``, are sent on from a stop."""
+        """Return the number of calls whose results are sent on from a stop.
+
+        These are calls of the stops 1 to ``stop``, with the travelling part of ``owner``.
+        """
         return sum(1 for _ in self._moving(owner, 1, stop + 1))
 
     def hop(self, stop: int) -> int:
