@@ -275,9 +275,9 @@ def score_scale(problem: Problem, score_unit: float) -> float:
 
 
 def pack(kernel: device.Kernel, values: Mapping[str, Any]) -> tuple:
-    """Return the last argument of ``kernel``, ``options``.
+    """Return the last argument of a kernel, the named tuple ``options``.
 
-    It contains those of the ``values`` for which the kernel was compiled.
+    The tuple contains only the ``values`` for which the kernel was compiled.
     """
     ty = kernel.argument_types[-1]
     return ty.instance_class(*(values[name] for name in ty.fields))

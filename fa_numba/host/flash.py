@@ -285,7 +285,7 @@ def _rounding(
     """Return the launch for ``out`` = ``scale`` A, rounded to the dtype of the call.
 
     ``A`` is the name of a float32 sum. If it consists of several ``splits``, the kernel adds these
-    first. ``keys`` says that ``out`` has the rows of K, not those of Q.
+    first. With ``keys``, ``out`` has as many rows as K. Otherwise, it has as many rows as Q.
     """
     unit, p = UNITS[request.unit], request.problem
     d = p.d_v if out == "dV" else p.head_dim

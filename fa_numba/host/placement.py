@@ -50,7 +50,7 @@ def check_size(plan: Plan) -> None:
     if device.on_gpu():
         return
     p, tiles = plan.problem, plan.tiles
-    columns = round_up(p.head_dim, 32) + round_up(p.d_v, 32)  # of the threads that compute a row
+    columns = round_up(p.head_dim, 32) + round_up(p.d_v, 32)  # with padding
     dense = replace(p, sparse=False)
     tiles_visited = io_model.tiles_visited(plan.algorithm, dense, tiles)
     steps = tiles_visited * tiles.Br * tiles.Bc * columns

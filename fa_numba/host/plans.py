@@ -135,7 +135,7 @@ class LaunchPlan:
     kernels : tuple of KernelPlan
         Name, grid, threads and shared memory of each launch.
     launched : tuple of Kernel
-        Kernel of each launch, as it is compiled.
+        The ``Kernel`` object of each launch.
     workspace_bytes : int
         Size of the workspace in bytes.
     """
@@ -156,7 +156,7 @@ class LaunchPlan:
 
     @property
     def launched(self) -> tuple[Kernel, ...]:
-        """Kernel of each launch, as it is compiled."""
+        """The ``Kernel`` object of each launch."""
         return tuple(launch.kernel for launch in self.launches)
 
     @property
@@ -243,7 +243,7 @@ class Plan(LaunchPlan):
     launches : tuple of Launch
         The kernels with their grids and arguments, in the order of the launches.
     launched : tuple of Kernel
-        Kernel of each launch, as it is compiled.
+        The ``Kernel`` object of each launch.
     updated : tuple of str
         Names of the inputs that the launches write to; none for attention.
     uncounted : tuple of str

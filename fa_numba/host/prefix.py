@@ -46,8 +46,8 @@ _BESIDE = {
 class PrefixPlan(Plan):
     """The plan of a call with a prefix, which consists of up to four plans.
 
-    Kernels, workspace, accesses and FLOPs are those of all parts together. The other attributes of
-    ``Plan`` are those of the part ``own``.
+    Kernels, workspace, accesses and FLOPs are totals over all parts. The other attributes of
+    ``Plan`` come from the part ``own``.
     """
 
     gather: LaunchPlan | None  # copies q, if the rows of all sequences are not at even distances
@@ -181,7 +181,7 @@ def _of_prefix(problem: Problem, k_shape: Any, v_shape: Any, options: Any) -> Pr
     """Return the problem of the pass over the prefix, with the queries of all sequences.
 
     ``k_shape`` and ``v_shape`` are the shapes of ``prefix_k`` and ``prefix_v``. Raises ValueError
-    or TypeError for other shapes than those of k and v, and for options that a call with a prefix
+    or TypeError if these shapes do not fit to k and v, and for options that a call with a prefix
     does not support.
     """
     axes = LAYOUTS[problem.layout][1:]

@@ -71,7 +71,7 @@ class Mod:
     slope: Text  # returns the derivative with respect to the score; empty if not a score_mod
     both: Text  # returns the pair (value, slope); empty if not a score_mod
     captures: tuple[str, ...]  # types of the captured values, such as "int32" or "float32[2]"
-    inside: bool  # i and j must be a row and a column of S, such as to be indices of an array
+    inside: bool  # i and j must be a row and a column of S, for example as indices of arrays
     steady: bool  # the derivative is finite for every finite score
     gradient: Gradient | None  # for the float32 arrays on which the result of a score_mod depends
     shown: str = field(compare=False)  # name, file and line of the function, for messages

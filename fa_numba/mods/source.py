@@ -147,7 +147,10 @@ def _found(code: CodeType, filename: str) -> Source | None:
 def _functions(
     filename: str, lines: tuple[str, ...]
 ) -> dict[int, list[ast.Lambda | ast.FunctionDef]]:
-    """Return the functions and lambdas of a file by first line, the line of the first decorator."""
+    """Map each first line to the functions and lambdas of a file that begin on this line.
+
+    The first line of a decorated function is the line of its first decorator.
+    """
     found: dict[int, list[ast.Lambda | ast.FunctionDef]] = {}
     try:
         tree = ast.parse("".join(lines))

@@ -3,8 +3,8 @@
 A kernel rounds its result to q's dtype. A sum of several results is in float32 until the last
 result has been added. Then the sum is rounded to q's dtype. The error is therefore one rounding per
 part, times the weight of the part, and one rounding of the sum. If there are only two parts, as
-with two ranks, the second result is added to the first result in q's dtype. The number of roundings
-is then the same.
+with two ranks, the second result is added to the first result in q's dtype. This gives the same
+number of roundings.
 """
 
 from __future__ import annotations

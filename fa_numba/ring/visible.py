@@ -166,7 +166,7 @@ class Course:
 
     @property
     def stops(self) -> tuple[int, ...]:
-        """Step 0, and the later steps in which any rank computes something."""
+        """Numbers of the steps that are stops: 0, and each step in which any rank computes."""
         return _stops(self)
 
     def pieces(self, owner: int, step: int) -> tuple[Piece, ...]:
