@@ -1,17 +1,21 @@
-# make figures   measure what this machine can measure, draw every figure, write every table
-# make quick     a minute: the tests for what differs from main, and ruff; BASE=revision: from there
-# make test      the tests: each kernel compiled for one architecture, a sample of the planted faults
-# make test-all  every kernel for every architecture it is made for, with every option; all faults
-# make test-torch  with torch, its build for CPUs: gradients, rings of processes
-# make test-mlir   with numba-cuda-mlir, the other compiler: kernels that it compiles
-# make browser   the page explore.html in Chromium, where there is one
-# make tutorials a notebook of each tutorial, with its outputs, in build/tutorials
-# make docs      the guide, the option reference and the API reference, in build/docs
-# make lint      ruff, mypy, also over calls of users, docstrings by numpydoc, commit subjects
-# make sanitize  compute-sanitizer over the kernels in every layout and with every option; needs a GPU
-# make ptx       BASE=revision: whether every kernel has the PTX that it had there
-# make clean     remove .venv and everything generated that git does not track
-# Each makes .venv first when it is missing or setup.cfg has changed.
+# make figures     measure what this machine can measure, draw all figures, write all tables
+# make quick       run the tests for the files that differ from main, and ruff (about a minute);
+#                  make quick BASE=revision compares with another revision
+# make test        run the tests: each kernel is compiled for one architecture, and a sample of the
+#                  planted faults is tried
+# make test-all    run all tests: each kernel for all its architectures and options, all faults
+# make test-torch  run the tests that need torch (build for CPUs): gradients, rings of processes
+# make test-mlir   run the tests of kernels that numba-cuda-mlir, the other compiler, compiles
+# make browser     test the page explore.html in Chromium, if it is installed
+# make tutorials   write a notebook of each tutorial, with its outputs, to build/tutorials
+# make docs        write the guide, the option reference and the API reference to build/docs
+# make lint        run ruff and mypy, also over example calls of users; check docstrings by
+#                  numpydoc, and commit subjects
+# make sanitize    run compute-sanitizer over the kernels in all layouts and with all options
+#                  (needs a GPU)
+# make ptx         BASE=revision: test whether all kernels have the same PTX as at a revision
+# make clean       remove .venv and all generated files that git does not track
+# Each goal first makes .venv if it is missing or if setup.cfg has changed.
 
 PYTHON ?= python3
 JOBS ?= auto
@@ -19,7 +23,7 @@ VENV := .venv
 , := ,
 RUN := $(VENV)/bin/python
 
-# CUDA wheels that fit the driver: cu12 for a 12.x driver, cu13 for a newer one or none.
+# The CUDA wheels that fit the driver: cu12 for a driver of CUDA 12, else cu13.
 ifndef WHEELS
 WHEELS := $(if $(filter 12,$(shell nvidia-smi 2>/dev/null | \
 	sed -n 's/.*CUDA Version: *\([0-9]*\).*/\1/p')),cu12,cu13)
@@ -28,7 +32,7 @@ ifeq ($(filter 1cu12 1cu13,$(words $(WHEELS))$(strip $(WHEELS))),)
 $(error WHEELS must be cu12 or cu13, got "$(WHEELS)")
 endif
 
-# Two processes run the tests, and each finds on disk what the other has compiled.
+# Let Python write bytecode: several processes run the tests, and share the bytecode on disk.
 unexport PYTHONDONTWRITEBYTECODE
 
 SOURCES := fa_numba experiments tests .ci
@@ -72,8 +76,8 @@ lint: $(VENV)/.lint-$(WHEELS)
 	@$(RUN) .ci/check_docstrings.py
 	@$(RUN) .ci/check_subjects.py
 
-# The first run compiles side by side; the others find the kernels on disk. Memcheck leaves out driver
-# calls that fail: cuda.core makes one as it opens a memory pool.
+# The first run compiles the kernels in parallel. The other runs find the kernels on disk. Memcheck
+# does not report failing driver calls, because cuda.core makes one when it opens a memory pool.
 SANITIZED := -m pytest -q -m gpu -k "layouts or packed or all_options" tests/kernels/test_calls.py
 
 sanitize: $(VENV)/.dev-$(WHEELS)
@@ -95,7 +99,8 @@ $(VENV)/bin/python:
 	% (sys.executable, *sys.version_info[:2]))'
 	$(PYTHON) -m venv --without-pip $(VENV)
 
-# Bytecode is written here, on all cores; not of what is never or seldom imported (UNUSED).
+# After an installation, write the bytecode on all cores. UNUSED lists folders of modules that are
+# seldom imported, and are left out.
 SCIPY := stats|optimize|sparse|signal|integrate|interpolate|io|spatial|ndimage|cluster|fft
 UNUSED := tests?|pip|setuptools|pkg_resources|fontTools|lexers|distutils|scipy/($(SCIPY))
 define install

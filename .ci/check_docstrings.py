@@ -14,8 +14,8 @@ from numpydoc.docscrape import NumpyDocString
 from numpydoc.validate import validate
 from public_names import everything, value_of
 
-# Section order, summary, parameters and returns. Not checked: where a docstring starts and ends
-# (GL01 to GL03), and sections that a function may lack (EX01, SA01, ES01).
+# Codes of numpydoc: order of sections, summary, parameters and returns. Not checked are the first
+# and last line of a docstring (GL01 to GL03), and optional sections (EX01, SA01, ES01).
 CHECKS = {
     *("GL05", "GL06", "GL07", "GL08", "GL09", "GL10"),
     *("SS01", "SS02", "SS03", "SS04", "SS05", "SS06"),
@@ -36,17 +36,17 @@ def errors() -> list[str]:
 
 
 def _excused(value: Any, code: str, message: str) -> bool:
-    """Return whether an error is not one, for a reason that numpydoc does not know."""
+    """Return whether numpydoc reports an error that is none, for a reason that it cannot know."""
     named = set(re.findall(r"'([^']+)'", message))
-    if code == "PR02":  # options, which a function takes as keywords and passes on
+    if code == "PR02":  # unknown parameters: options that a function accepts as keywords
         from fa_numba import AttentionOptions, ops
 
         functions = [f for f in vars(ops).values() if inspect.isfunction(f)]
         known = {name for f in functions for name in inspect.signature(f).parameters}
-        # A signature lists the options in place of **options, which a docstring explains.
+        # The docstring explains **options, while the signature lists the options one by one.
         return named <= known | set(AttentionOptions.__annotations__) | {"**options"}
     if code == "PR01" and inspect.isclass(value):
-        if "__init__" not in vars(value):  # the class that defines it documents it
+        if "__init__" not in vars(value):  # the parameters are documented in the base class
             return True
         return named <= {entry.name for entry in NumpyDocString(value.__doc__)["Attributes"]}
     return False

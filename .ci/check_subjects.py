@@ -1,9 +1,9 @@
 """Check that commit subjects have at most 72 characters: python .ci/check_subjects.py
 
-Checked are the commits that follow the commit which added this file, merges excepted. Some older
-subjects are longer, and history is not rewritten. The commit that added the file is in every clone,
-while tags are not: a merge or a push without ``--tags`` leaves tags behind. Nothing is checked
-where git or the repository is missing, as in a source distribution.
+The script checks all commits after the commit that added this file, except merges. Some older
+subjects are longer, and history is not rewritten. The script does not use a tag as the beginning,
+because some clones contain no tags. Without git or without a repository, as in a source
+distribution, the script checks nothing.
 
 Prints one line for each subject that is too long and exits with 1 if there is one.
 """
@@ -21,7 +21,7 @@ MOST = 72
 
 def too_long(root: Path = ROOT) -> list[str]:
     """Return one line for each subject that is too long."""
-    # A repository around a source distribution does not count.
+    # A repository that contains this folder as a part does not count.
     if not (root / ".git").exists():
         return []
     added = _git(root, "log", "--diff-filter=A", "--format=%H", "--", HERE).split()
@@ -40,7 +40,7 @@ def too_long(root: Path = ROOT) -> list[str]:
 
 
 def _git(root: Path, *arguments: str) -> str:
-    """Return what git prints, "" if it fails or is not installed."""
+    """Return the output of a git command; "" if it fails or git is not installed."""
     try:
         done = subprocess.run(
             ["git", *arguments], cwd=root, capture_output=True, text=True, encoding="utf-8"

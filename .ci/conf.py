@@ -10,7 +10,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / ".ci")]
 
 from public_names import load  # noqa: E402
 
-load("fa_numba.torch")  # a stand-in for torch, where it is not installed
+load("fa_numba.torch")  # uses a stand-in for torch if torch is not installed
 
 project = "fa_numba"
 author = copyright = "The fa_numba authors"
@@ -25,7 +25,7 @@ extensions = [
 ]
 root_doc = "index"
 source_suffix = {".md": "markdown", ".rst": "restructuredtext"}
-exclude_patterns = ["**/__pycache__", "**/.*", ".ci"]  # .ci has the page of a package index
+exclude_patterns = ["**/__pycache__", "**/.*", ".ci"]  # .ci contains the page for package indexes
 templates_path: list[str] = []
 html_theme = "pydata_sphinx_theme"
 html_title = "fa_numba"
@@ -34,31 +34,38 @@ html_theme_options = {"show_nav_level": 2, "navigation_with_keys": False, "show_
 html_theme_options["header_links_before_dropdown"] = 4
 
 autosummary_generate = True
-autodoc_typehints = "none"  # the docstrings say them
-default_role = "py:obj"  # a name in single backquotes is a link, where there is such a name
+autodoc_typehints = "none"  # the docstrings contain the types
+default_role = "py:obj"  # a name in single backquotes becomes a link if the name is documented
 numpydoc_show_class_members = False
 numpydoc_xref_param_type = False
 myst_heading_anchors = 4
 myst_enable_extensions = ["dollarmath"]
 myst_links_external_new_tab = False
-# Code examples of other languages and shells are shown as they are.
+# Code that cannot be highlighted is shown without colours.
 suppress_warnings = ["misc.highlighting_failure"]
 
 LINK = re.compile(r"(?<!!)\[([^][]+)\]\(([^)#:]+)\)")
 
 
 def _without_folders(app, docname, source):
-    """Turn links to folders, which are no page here, into their words."""
+    """Replace links to folders by their text, because folders are no pages of the documentation.
+
+    Sphinx calls this function for each page. `source` is a list with the text of the page.
+    """
     page = Path(app.env.doc2path(docname))
 
     def shown(link):
+        """Return the text for a match of `LINK`."""
         return link[1] if (page.parent / link[2]).is_dir() else link[0]
 
     source[0] = LINK.sub(shown, source[0])
 
 
 def _literal_blocks(app, what, name, value, options, lines):
-    """Show an indented block of a docstring as it is: a table or a formula."""
+    """Make indented blocks of a docstring literal blocks: they are tables or formulas.
+
+    Sphinx calls this function for each docstring. `lines` is changed in place.
+    """
     shown, last = [], ""
     for line in lines:
         deeper = len(line) - len(line.lstrip()) > len(last) - len(last.lstrip())
@@ -71,6 +78,6 @@ def _literal_blocks(app, what, name, value, options, lines):
 
 
 def setup(app):
-    """Register what reads each page and each docstring before Sphinx does."""
+    """Register the functions that change each page and each docstring before Sphinx parses it."""
     app.connect("autodoc-process-docstring", _literal_blocks, priority=100)
     app.connect("source-read", _without_folders)

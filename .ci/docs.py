@@ -15,7 +15,7 @@ from public_names import MODULES, load, members, names
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "build" / "docs"
 SOURCE = ROOT / "build" / "docs-source"
-# What a page may link to, beside other pages.
+# Folders that contain pages, or files to which pages link.
 FOLDERS = ("fa_numba", "experiments", "tests", "figures", ".ci")
 PAGES = {
     "Use": ("README", "fa_numba/guide", "fa_numba/options", "api/index", "fa_numba/README"),
@@ -63,7 +63,7 @@ def _page(name: str, title: str) -> str:
 
 def main() -> int:
     """Build the pages; return Sphinx's exit status."""
-    shutil.rmtree(OUT, ignore_errors=True)  # Sphinx would look for new pages in its old list
+    shutil.rmtree(OUT, ignore_errors=True)  # Sphinx would reuse its old list of pages
     write_source()
     options = ["-b", "html", "-W", "--keep-going", "-q", "-j", "auto", "-c", str(ROOT / ".ci")]
     status = subprocess.run([sys.executable, "-m", "sphinx", *options, SOURCE, OUT]).returncode

@@ -1,7 +1,7 @@
-"""Installs this package and what it needs: python .ci/install.py ENVIRONMENT EXTRA,EXTRA
+"""Installs this package and its dependencies: python .ci/install.py ENVIRONMENT EXTRA,EXTRA
 
-By uv, which takes a third of pip's time; by pip where uv is not to be had, fails, or does not know
-what pip was told in its settings.
+The script uses uv, which takes a third of pip's time. It uses pip in three cases: uv cannot be
+installed, uv fails, or pip's settings contain a setting that uv does not have.
 """
 
 from __future__ import annotations
@@ -14,40 +14,44 @@ from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-# A setting of pip -> what uv calls it. Several values are set apart by white space.
+# Maps a setting of pip to the option of uv. White space separates several values of a setting.
 OPTIONS = {
     "index-url": "--default-index",
     "extra-index-url": "--index",
     "find-links": "--find-links",
     "trusted-host": "--allow-insecure-host",
 }
+# Maps a setting of pip to the environment variable of uv.
 VARIABLES = {"cert": "SSL_CERT_FILE", "timeout": "UV_HTTP_TIMEOUT"}
 VARIABLES["default-timeout"] = VARIABLES["timeout"]
-# These change nothing that is installed.
+# Settings that do not change which packages are installed.
 IGNORED = {
     *("disable-pip-version-check", "no-input", "no-color", "progress-bar", "quiet", "verbose"),
     *("retries", "require-virtualenv", "root-user-action", "no-warn-script-location", "no-compile"),
 }
 FAILED = """\
-Not installed; why, stands above. Packages come from where pip takes them (pip config list):
+The packages could not be installed; see the error above. They are downloaded from the index in
+pip's settings, which "pip config list" shows. To change the index:
 PIP_INDEX_URL names a mirror; without a network, PIP_NO_INDEX=1 PIP_FIND_LINKS=<folder>."""
-PLACES = ("global", "install", ":env:")  # the last one that has a setting decides
+# Sections of pip's settings. If several contain a setting, the last one has priority.
+SECTIONS = ("global", "install", ":env:")
 
 
 def uv_arguments(settings: Iterable[str]) -> tuple[list[str], dict[str, str]] | None:
-    """Options and environment variables for uv that say what pip's settings do.
+    """Return options and environment variables for uv that are equivalent to pip's settings.
 
-    ``settings`` are lines of ``pip config list``. None where one of them is not known here.
+    ``settings`` are the lines that ``pip config list`` prints. Return None if uv has no equivalent
+    of a setting.
     """
     found: dict[str, tuple[int, str]] = {}
     for line in filter(str.strip, settings):
         name, _, value = line.partition("=")
-        place, _, key = name.strip().rpartition(".")
-        if place not in PLACES:  # of another command
+        section, _, key = name.strip().rpartition(".")
+        if section not in SECTIONS:  # a setting of another command of pip
             continue
         if key not in OPTIONS.keys() | VARIABLES.keys() | IGNORED:
             return None
-        rank = PLACES.index(place)
+        rank = SECTIONS.index(section)
         if rank >= found.get(key, (0, ""))[0]:
             found[key] = rank, str(ast.literal_eval(value.strip()))
     options, variables = [], {}
@@ -55,16 +59,21 @@ def uv_arguments(settings: Iterable[str]) -> tuple[list[str], dict[str, str]] | 
         options += [word for one in value.split() if key in OPTIONS for word in (OPTIONS[key], one)]
         if key in VARIABLES and value:
             variables[VARIABLES[key]] = value
-    # As pip does: the best version of all indexes, not of the first that has any.
+    # Like pip, choose the best version from all indexes, not from the first index with the package.
     return [*options, "--index-strategy", "unsafe-best-match"], variables
 
 
 def run(command: list[str | Path], **environment: str) -> bool:
+    """Run a command in the project's root; return whether it succeeded."""
     return subprocess.run(command, cwd=ROOT, env={**os.environ, **environment}).returncode == 0
 
 
 def by_uv(python: Path, packages: list[str]) -> bool:
-    """Whether uv has installed them. It comes by this interpreter's pip, which has its settings."""
+    """Install packages into an environment by uv; return whether this succeeded.
+
+    `python` is the interpreter of the environment. If uv is missing there, the pip of the running
+    interpreter installs it, with pip's settings.
+    """
     pip = [sys.executable, "-m", "pip"]
     listed = subprocess.run([*pip, "config", "list"], capture_output=True, text=True)
     arguments = uv_arguments(listed.stdout.splitlines()) if listed.returncode == 0 else None
@@ -76,12 +85,16 @@ def by_uv(python: Path, packages: list[str]) -> bool:
     if not uv.exists() and not run(get, PIP_DISABLE_PIP_VERSION_CHECK="1"):
         return False
     print("installing by uv", flush=True)
-    # pip too, for whoever installs more.
+    # Also install pip, for users who install more packages.
     install = [uv, "pip", "install", "--quiet", "--python", python, *options, "pip", *packages]
     return run(install, **variables)
 
 
 def by_pip(python: Path, packages: list[str]) -> bool:
+    """Install packages into an environment by pip; return whether this succeeded.
+
+    `python` is the interpreter of the environment.
+    """
     print("installing by pip", flush=True)
     pip = [python, "-m", "pip"]
     has_pip = subprocess.run([*pip, "--version"], capture_output=True).returncode == 0
@@ -93,6 +106,7 @@ def by_pip(python: Path, packages: list[str]) -> bool:
 
 
 def main() -> int:
+    """Install the package; return the exit status."""
     environment, extras = sys.argv[1:]
     python = (ROOT / environment / "bin" / "python").absolute()
     packages = ["-e", f".[{extras}]"]

@@ -1,11 +1,12 @@
-"""Write what kernels find in each module of parts, for editors and mypy: python .ci/part_names.py
+"""Write the type stubs of the packages of parts, for editors and mypy: python .ci/part_names.py
 
-A kernel calls ``load.q``, and ``bind`` in fa_numba/parts/namespace.py makes it from ``make_q`` of a
-module. Editors and mypy read the ``__init__.pyi`` files of the packages of parts instead: a class
-for each module, in which ``q`` is an import of ``make_q``. "Go to definition" on ``load.q`` thus
-opens ``make_q``, and mypy reports ``load.nothing``. Python itself reads none of these files.
+A kernel calls ``load.q``. The function ``bind`` in fa_numba/parts/namespace.py makes ``load.q`` by
+calling ``make_q`` of a module. Editors and mypy do not know this. They read the ``__init__.pyi``
+files of the packages of parts. Such a file contains a class for each module, in which ``q`` is an
+import of ``make_q``. "Go to definition" on ``load.q`` then opens ``make_q``, and mypy reports the
+unknown name ``load.nothing``. Python does not read these files.
 
-With --check nothing is written, and the exit status is 1 if a file is not up to date.
+With --check, the script writes nothing, and its exit status is 1 if a file is not up to date.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 
 ROOT = Path(__file__).resolve().parents[1]
-# Package -> the modules that kernels bind, besides those in its ``__all__``.
+# Maps a package to the modules that kernels bind, in addition to the modules in its ``__all__``.
 PACKAGES = {
     "fa_numba.parts": ("bind", "gradients", "grid"),
     "fa_numba.parts.fragments": ("pairs",),
@@ -30,7 +31,7 @@ HEAD = """\
 # Written by .ci/part_names.py; run it again after a part is added, renamed or removed.
 # mypy: disable-error-code="misc"
 """
-# What a package has besides modules, as the types that editors need.
+# Lines of a stub for functions of a package, which are not modules.
 FUNCTIONS = {
     "bind": "from fa_numba.parts.namespace import bind as bind",
     "pipelines": "def pipelines(spec: object) -> tuple[type[pipeline], ...]: ...",
@@ -38,7 +39,10 @@ FUNCTIONS = {
 
 
 def origins(module: ModuleType) -> Iterator[tuple[str, str, str]]:
-    """Yield (name, module, name there) of what a module defines, or imports as itself."""
+    """Yield the names that a module defines or imports for others, each with its origin.
+
+    An item is (name, module of the definition, name in that module).
+    """
     own = module.__name__
     for node in ast.parse(Path(str(module.__file__)).read_text("utf-8")).body:
         if isinstance(node, ast.FunctionDef):
@@ -46,12 +50,15 @@ def origins(module: ModuleType) -> Iterator[tuple[str, str, str]]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             yield from ((x.name, node.module, x.name) for x in node.names if x.asname == x.name)
         elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Name):
-            for target in node.targets:  # another name for a function
+            for target in node.targets:  # a second name of a function
                 yield ast.unparse(target), own, node.value.id
 
 
 def names(module: ModuleType) -> dict[str, tuple[str, str]]:
-    """Return what ``bind`` finds in a module: the name in kernels to (module, name there)."""
+    """Return the names that ``bind`` finds in a module.
+
+    The result maps the name in kernels to the pair (module of the definition, name in that module).
+    """
     from fa_numba.device.function import DeviceFunction
     from fa_numba.parts.namespace import takes_a_spec_alone
 
@@ -85,7 +92,10 @@ def stub(package: str) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Write the files, or with --check print those that are not up to date."""
+    """Write the files, or with --check print the names of files that are not up to date.
+
+    Return the exit status.
+    """
     sys.path.insert(0, str(ROOT))
     old = []
     for package in PACKAGES:

@@ -12,7 +12,7 @@ from types import ModuleType
 from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[1]
-# Module -> its title in the API reference.
+# Maps a module to its title in the API reference.
 MODULES = {
     "fa_numba": "Attention, plans and counts",
     "fa_numba.torch": "Gradients by torch, and several GPUs",
@@ -32,7 +32,7 @@ MODULES = {
 
 
 def load(name: str) -> ModuleType:
-    """Return the module. A stand-in replaces a missing torch, which docstrings do not need."""
+    """Return a module. For fa_numba.torch, a stand-in replaces torch if torch is missing."""
     if str(ROOT) not in sys.path:
         sys.path.insert(0, str(ROOT))
     missing = "torch" not in sys.modules and importlib.util.find_spec("torch") is None
@@ -46,7 +46,8 @@ def load(name: str) -> ModuleType:
 def names(module: ModuleType) -> Iterator[str]:
     """Yield the names of the public functions and classes of a module of `MODULES`.
 
-    A package's names are those of its ``__all__``, else those that it imports from its own modules.
+    The names of a package are the names in its ``__all__``. If it has no ``__all__``, they are the
+    names that the package imports from its own modules.
     """
     listed = getattr(module, "__all__", None)
     for name in sorted(listed if listed is not None else vars(module), key=str.lower):

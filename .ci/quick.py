@@ -1,25 +1,28 @@
-"""Run, in about a minute, the tests for what you changed: make quick, or python .ci/quick.py
+"""Run, in about a minute, the tests for the changed files: make quick, or python .ci/quick.py
 
-What changed is what differs from the merge base of HEAD and `main`: commits, uncommitted changes
-and untracked files. On `main` itself only uncommitted changes and untracked files count, unless
-``--base REVISION`` (``make quick BASE=REVISION``) names another commit. Six rules choose the tests:
+Changed files are the files that differ from the merge base of HEAD and `main`, by commits or by
+uncommitted changes, and untracked files. On `main` itself, only uncommitted changes and untracked
+files count. ``--base REVISION`` (``make quick BASE=REVISION``) names another commit to compare
+with. Six rules choose the tests:
 
 1. Four cheap test files always run: the twins, the language of kernels, the layers of imports, and
    the plans (GUARDS).
 2. A changed test file runs.
-3. For a changed module, the test files that import the module run. If there is none, the test files
-   run that import a module which imports the changed module, and so on upwards. A test file
-   with the module's name, ``test_<module>.py``, runs in any case. The module's own examples run.
+3. For a changed module, the test files that import the module run. If there is none, the modules
+   that import the changed module are considered, and the test files that import one of them run;
+   and so on upwards. A test file with the module's name, ``test_<module>.py``, always runs. The
+   examples in the module's docstrings run, too.
 4. Imports do not show which tests are about kernels, parts and intrinsics, because a test calls
    `attention`. The table SAMPLES names a few kernel tests for each folder.
 5. For a changed page, ``tests/test_readme.py`` and the page's own examples run.
-6. For any other file, the test files run whose text contains the file's name.
+6. For any other file, the test files that contain the file's name run.
 
-COSTLY lists test files that take too long for this command. Rules 3 and 6 leave these files out.
-The command prints which files it leaves out, and does not replace ``make test``. It also runs ruff
+COSTLY lists test files that take too long for this command. Rules 3 and 6 leave these files out,
+and the command prints their names. It therefore does not replace ``make test``. It also runs ruff
 on the changed Python files.
 
-On two idle cores, a page takes about 12 seconds, a host module 25 and a part of the kernels 35.
+On two idle cores, the tests for a page take about 12 seconds, for a module of `host` 25 seconds,
+and for a module of `parts` 35 seconds.
 """
 
 from __future__ import annotations
@@ -60,14 +63,14 @@ WGMMA = (
     (BACKWARD, "test_a_gradient_of_lse"),
     (COMPILE, "test_a_kernel_of_hoppers_unit or test_fa1_on_hoppers_unit"),
 )
-# All units, some calls of each.
+# Some calls for each unit.
 EACH = (
     (CALLS, "test_a_call and (16 or 37)"),
     (EMULATED, "test_slots_are_taken_again"),
     (COMPILE, "test_a_kernel_compiles_within_its_budgets and (fa1 or fa2) and not bwd"),
 )
 HOST = ((CALLS, "test_all_options and float32"),)
-# Pattern of changed files -> test files, and which of their tests (pytest's -k).
+# Maps a pattern of changed files to test files, each with an expression that selects tests (-k).
 SAMPLES = {
     **{f"fa_numba/{folder}/simt/*.py": SIMT for folder in ("kernels", "parts")},
     **{f"fa_numba/{folder}/mma/*.py": MMA for folder in ("kernels", "parts")},
@@ -93,10 +96,11 @@ IMPORT = re.compile(
 
 @dataclass
 class Choice:
-    """The chosen test files, each with its reasons, and what was left out."""
+    """The chosen test files, the reasons for each, and the test files that are left out."""
 
-    reasons: dict[str, list[str]] = field(default_factory=dict)  # file -> reasons
-    only: dict[str, list[str]] = field(default_factory=dict)  # file -> some tests, as -k
+    reasons: dict[str, list[str]] = field(default_factory=dict)  # by test file
+    # By test file of which only some tests run: expressions that select tests (-k).
+    only: dict[str, list[str]] = field(default_factory=dict)
     left_out: set[str] = field(default_factory=set)
 
     def add(self, file: str, reason: str) -> None:
@@ -113,11 +117,12 @@ class Choice:
         self._because(file, reason)
 
     def _because(self, file: str, reason: str) -> None:
+        """Add a reason for a test file, once."""
         if reason not in self.reasons.setdefault(file, []):
             self.reasons[file].append(reason)
 
     def pytest(self) -> list[str]:
-        """Return the arguments of pytest."""
+        """Return the arguments of pytest for the chosen tests."""
         each = [
             f"(not {Path(file).name} or {' or '.join(which)})" for file, which in self.only.items()
         ]
@@ -125,7 +130,10 @@ class Choice:
 
 
 def chosen(changed: Iterable[str]) -> Choice:
-    """Return the tests for changed files, which are paths from the project's root."""
+    """Return the choice of tests for changed files.
+
+    The files are given by their paths from the project's root.
+    """
     choice = Choice()
     for file in GUARDS:
         choice.add(file, "always")
@@ -155,7 +163,7 @@ def chosen(changed: Iterable[str]) -> Choice:
 
 
 def _choose_for_module(choice: Choice, path: str) -> None:
-    """Choose the tests that import a module, directly or through the nearest modules above."""
+    """Choose the tests that import a module, directly or through the nearest modules above it."""
     module = _module_of(path)
     level, seen = {module}, {module}
     while level:
@@ -180,6 +188,7 @@ def _choose_for_module(choice: Choice, path: str) -> None:
 
 
 def _add_unless_costly(choice: Choice, file: str, reason: str) -> None:
+    """Choose a test file, or note that it is left out because it takes too long."""
     if any(Path(file).match(pattern) for pattern in COSTLY):
         if file not in choice.reasons:
             choice.left_out.add(file)
@@ -262,7 +271,7 @@ def changed_files(base: str | None = None) -> list[str]:
 
 
 def _git(*arguments: str) -> str | None:
-    """Return what git prints, None if it fails or is not installed."""
+    """Return the output of a git command; None if it fails or git is not installed."""
     try:
         done = subprocess.run(
             ["git", *arguments], cwd=ROOT, capture_output=True, text=True, encoding="utf-8"
@@ -273,6 +282,7 @@ def _git(*arguments: str) -> str | None:
 
 
 def _show(choice: Choice, changed: Collection[str]) -> None:
+    """Print the chosen tests with their reasons, and the files that are left out."""
     print(f"{len(changed)} changed files; these tests run:")
     for file, reasons in choice.reasons.items():
         which = f" -k {shlex.quote(' or '.join(choice.only[file]))}" if file in choice.only else ""

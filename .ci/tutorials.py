@@ -25,7 +25,7 @@ def main() -> int:
     sys.path.insert(0, str(ROOT))
     from fa_numba import device
 
-    os.environ["PYTHONPATH"] = str(ROOT)  # of the kernels that run the cells
+    os.environ["PYTHONPATH"] = str(ROOT)  # for the Jupyter kernels that run the cells
     OUT.mkdir(parents=True, exist_ok=True)
     for path in sorted(SOURCE.glob("lesson_*.py")):
         notebook = jupytext.read(path)

@@ -1,8 +1,8 @@
-"""Right and wrong calls of fa_numba, as mypy must see them: python -m mypy .ci/user_calls.py
+"""Right and wrong calls of fa_numba, which mypy must recognise: python -m mypy .ci/user_calls.py
 
 `make lint` runs the command. A wrong call has a comment ``type: ignore`` with the code of its
-error. mypy reports a comment that hides no error, so a wrong call without an error fails too.
-Nothing here is run.
+error. If mypy finds no error in a wrong call, it reports that the comment is not needed. The calls
+in this file are never executed.
 """
 
 from typing import Any, Literal, assert_type
@@ -19,7 +19,7 @@ Halves = NDArray[np.float16]
 
 
 def right(q: Halves, lse: NDArray[np.float32], tensor: Any, flag: bool) -> None:
-    """Make calls without an error; a result has the type of q."""
+    """Make calls without an error. A result has the type of q."""
     assert_type(fa_numba.attention(q, q, q), Halves)
     assert_type(fa_numba.attention(q, q, q, return_lse=False), Halves)
     assert_type(fa_numba.attention(q, q, q, return_lse=True), tuple[Halves, Any])
@@ -88,5 +88,5 @@ def wrong(q: Halves, lse: NDArray[np.float32]) -> None:
 
 
 def of_literals(flag: Literal[True], q: Halves) -> tuple[Halves, Any]:
-    """Return a tuple, as the type of the flag says."""
+    """Return a tuple, because the type of the flag is always True."""
     return fa_numba.attention(q, q, q, return_lse=flag)
