@@ -164,7 +164,7 @@ def _table(rows: Sequence[Row]) -> tables.Table | None:
         "line 1 of FlashAttention's Algorithm 1 are computed for an on-chip memory of "
         f"M={M} floats. The tiles that fa_numba's planner chooses have at most 128 columns, even "
         "if more columns would fit on the chip."
-        f"{scaling.equal(own)}"
+        f"{scaling.agreement(own)}"
     )
     return tables.of(caption, header, lines)
 

@@ -289,7 +289,7 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
         "table has the standard error of the exponent, and the fitted range of M (in floats) in "
         "brackets. The tiles of measured calls have 8 to 128 rows and 8 to 128 columns. The "
         "tiles that fa_numba's planner chooses have at most 128 rows and 128 columns, because "
-        f"larger tiles do not fit into the registers.{said}{scaling.equal(rows)}"
+        f"larger tiles do not fit into the registers.{said}{scaling.agreement(rows)}"
     )
     header = ["algorithm", "exponent in the theorem", *scaling.FITTED.values()]
     return tables.of(caption, header, lines)

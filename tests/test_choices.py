@@ -320,7 +320,7 @@ def test_every_size_is_one_of_its_unit_and_says_where_it_is_from():
     for unit, algorithm, of in {(r["unit"], r["algorithm"], r["pass"]) for r in rows}:
         for d in (1, 64, 65, 128, 192, 256):
             plain = facts.size(unit, algorithm, of, d)
-            assert plain.beside == "" and plain.head_dim >= d
+            assert plain.case == "" and plain.head_dim >= d
             assert facts.size(unit, algorithm, of, d, "no such option") == plain
             said = f"tiles.csv has {plain.Br} x {plain.Bc} for head_dim <= {plain.head_dim}"
             assert str(plain) == f"{said} ({plain.source})"

@@ -36,7 +36,7 @@ class Size(NamedTuple):
     """A row of tiles.csv: the tile sizes of a kernel.
 
     field      meaning
-    beside     the case, such as "options" or "3 planes"; "" for plain calls
+    case       the case, such as "options" or "3 planes"; "" for plain calls
     head_dim   largest head dimension for which the row holds
     most       greatest length for which the row of a short call holds; 0: any length
     Br, Bc     tile sizes; Bc is 0 if the number of columns is the same as in other calls
@@ -44,7 +44,7 @@ class Size(NamedTuple):
     source     where the row is from
     """
 
-    beside: str
+    case: str
     head_dim: int
     most: int
     Br: int
@@ -53,7 +53,7 @@ class Size(NamedTuple):
     source: str
 
     def __str__(self) -> str:
-        case = f", case {self.beside!r}" if self.beside else ""
+        case = f", case {self.case!r}" if self.case else ""
         size = f"{self.Br} x {self.Bc}" if self.Bc else f"{self.Br} rows"
         return f"tiles.csv has {size} for head_dim <= {self.head_dim}{case} ({self.source})"
 
@@ -65,19 +65,19 @@ _NUMBERS = Size._fields[1:-1]
 def sizes(unit: str, algorithm: str, of: str) -> tuple[Size, ...]:
     """Return the rows of tiles.csv for a unit's kernel. ``of`` is "fwd", "bwd" or "dQ"."""
     return tuple(
-        Size(x["beside"], *(int(x[n] or 0) for n in _NUMBERS), x["source"])  # type: ignore[call-arg, arg-type]
+        Size(x["case"], *(int(x[n] or 0) for n in _NUMBERS), x["source"])  # type: ignore[call-arg, arg-type]
         for x in _of_kernel("tiles.csv", unit, algorithm, of)
     )
 
 
-def size(unit: str, algorithm: str, of: str, head_dim: int, *beside: str) -> Size:
+def size(unit: str, algorithm: str, of: str, head_dim: int, *cases: str) -> Size:
     """Return the row of tiles.csv for a call of any length with a head dimension.
 
-    The cases in ``beside`` are tried in order, and then the case "" of plain calls. The first case
+    The ``cases`` are tried in order, and then the case "" of plain calls. The first case
     that has a row for the head dimension is taken.
     """
     found = [x for x in sizes(unit, algorithm, of) if head_dim <= x.head_dim and not x.most]
-    return next(x for what in (*beside, "") for x in found if x.beside == what)
+    return next(x for case in (*cases, "") for x in found if x.case == case)
 
 
 @functools.cache

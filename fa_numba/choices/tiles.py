@@ -145,7 +145,7 @@ def mma_tiles(
         narrow |= d == 128 and (crowded or (older and (features.causal or features.splits)))
         narrow &= found.Br % 128 == 0 or features.splits
         narrow |= planes
-        threads = 2 * found.Br if narrow or row.beside == "bias" else None
+        threads = 2 * found.Br if narrow or row.case == "bias" else None
     found = replace(found, threads=threads)
     staged = replace(found, stages=row.stages)
     return _fitted(staged if is_valid(staged, select) else found, str(row))
@@ -300,7 +300,7 @@ def _short(request: Request, rows: int, window: int) -> Size | None:
         "short": 0 if features.window or p.causal else p.seqlen_k,
     }
     found = (x for x in sizes(*_FORWARD) if x.most and p.largest_dim <= x.head_dim)
-    return next((x for x in found if 0 < measures[x.beside] <= x.most), None)
+    return next((x for x in found if 0 < measures[x.case] <= x.most), None)
 
 
 def _row_tiles(request: Request, rows: int, heads: int, Br: int) -> int:

@@ -245,7 +245,7 @@ class Spec(ABC):
         return self.Bc
 
     @property
-    def cap_registers(self) -> int:
+    def slope_registers(self) -> int:
         """Number of registers for slopes of scores, and for scores that ``score_mod`` was given.
 
         Slopes are kept with a softcap or a ``score_mod``, and scores if gradients of captured

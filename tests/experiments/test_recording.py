@@ -127,7 +127,7 @@ def test_an_interrupted_run_leaves_the_recording_and_is_gone_on_with(bench):
     runs = {run["id"]: run for run in bench.store.runs(NAME, GPU)}
     of = {row.seqlen_q: row.run for row in bench.rows}
     assert len(runs) == 2 and of[32] == of[64] != of[128] and set(of.values()) == set(runs)
-    assert provenance.when(list(runs.values())).endswith(", commit 1111111")
+    assert provenance.dates_and_commits(list(runs.values())).endswith(", commit 1111111")
     assert not list(bench.partial.iterdir())
 
 

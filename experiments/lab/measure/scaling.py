@@ -351,7 +351,7 @@ def fit(points: Points, low: float = 0, high: float = math.inf) -> Fit | None:
     return Fit(float(slope), error, inside[0][0], inside[-1][0])
 
 
-def equal(rows: Sequence[Row]) -> str:
+def agreement(rows: Sequence[Row]) -> str:
     """Return a sentence that says how many counted numbers equal the closed form.
 
     Parameters

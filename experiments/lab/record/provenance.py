@@ -15,7 +15,7 @@ def of_rows(runs: Sequence[Mapping[str, Any]], rows: Iterable[Row]) -> list[Mapp
     return [run for run in runs if run.get("id", "") in named]
 
 
-def when(runs: Sequence[Mapping[str, Any]]) -> str:
+def dates_and_commits(runs: Sequence[Mapping[str, Any]]) -> str:
     """Return the dates and the commits of runs as text.
 
     A "+" after a commit means that the code had uncommitted changes.
@@ -85,9 +85,9 @@ def footnote(recorded: Mapping[str, Sequence[Mapping[str, Any]]], rows: Sequence
         runs = of_rows(recorded.get(machine, ()), mine)
         if machine in (EMULATOR, MODEL):
             label = {MODEL: "closed forms", EMULATOR: "counted on the emulator"}[machine]
-            others.append(f"{label}, {when(runs)}")
+            others.append(f"{label}, {dates_and_commits(runs)}")
         else:
-            gpus.append(f"recorded on {device_name(runs, machine)}, {when(runs)}")
+            gpus.append(f"recorded on {device_name(runs, machine)}, {dates_and_commits(runs)}")
             by = l2_counter(runs, mine)
             l2 += [by] if by else []
     return "\n".join("; ".join(line) for line in (gpus, l2, others) if line)

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ..record import EMULATOR, FIGURES, MODEL, REPOSITORY, Row, Store, registry
-from ..record.provenance import clocks, device_name, l2_names, of_rows, when
+from ..record.provenance import clocks, dates_and_commits, device_name, l2_names, of_rows
 from ..record.store import replace_files, unknown
 from .tables import Across, Make, fewer_runs
 
@@ -220,7 +220,7 @@ def _source(store: Store, experiment: str, its_gpu: str) -> list[str]:
     for machine, name in ((its_gpu,) * 2, counted, (MODEL, "closed forms")):
         if machine in stored:
             _, runs = store.recorded(experiment, machine)
-            about = f"{device_name(runs, name)}, {when(runs)}"
+            about = f"{device_name(runs, name)}, {dates_and_commits(runs)}"
             return [f"`figures/data/{experiment}/{machine}.csv` ({about})"]
     return []
 

@@ -22,7 +22,7 @@ def make_backward(spec):
     (transposed,) = bind(spec.scores, mma.products)  # ST = K QT, dPT = V dOT
     Bc, halves, floats = spec.Bc, half_type(4), array_type(4)
     TM, RS, RQ = spec.TM, spec.TM * spec.TN, 8 * spec.query_fragments * spec.query_chunks
-    RG, (RF, RK) = spec.cap_registers, spec.longest_arrays
+    RG, (RF, RK) = spec.slope_registers, spec.longest_arrays
     EARLY, keys = spec.row_warps > 1, floats if spec.splits_queries else halves
     arrays = [*[halves] * 5, array_type(3), floats, halves, keys, keys]
 

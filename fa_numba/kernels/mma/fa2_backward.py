@@ -22,7 +22,7 @@ def make_backward(spec, atomic=True):
     softmax, gradients = bind(spec, mma.softmax, mma.gradients)
     (transposed,) = bind(spec.scores, mma.products)  # ST = K QT, dPT = V dOT
     TM, RS, RQ = spec.TM, spec.TM * spec.TN, 8 * spec.query_fragments * spec.query_chunks
-    RG, (RF, RK) = spec.cap_registers, spec.longest_arrays
+    RG, (RF, RK) = spec.slope_registers, spec.longest_arrays
     Bc, halves, rows = spec.Bc, half_type(4), array_type(3)
     arrays = [*[halves] * 4, rows, rows, array_type(4), *[result_type(spec.planes, 4)] * 2]
 
@@ -132,7 +132,7 @@ def make_query_gradients(spec):
     (of_values,) = bind(spec.of_values, mma.products)  # dP = dO VT
     Br, Bc = spec.Br, spec.Bc
     TM, RS, RQ = spec.TM, spec.TM * spec.TN, spec.TM * spec.DN * 4
-    RF, RO, RG = spec.q_registers, spec.of_values.q_registers, spec.cap_registers
+    RF, RO, RG = spec.q_registers, spec.of_values.q_registers, spec.slope_registers
 
     halves, rows = half_type(4), array_type(3)
     arrays = [*[halves] * 4, rows, rows, halves]

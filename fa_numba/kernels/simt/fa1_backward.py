@@ -23,7 +23,7 @@ def make_backward(spec):
     values, gradients, epilogue = bind(spec, simt.values, simt.gradients, simt.epilogue)
     Bc = spec.Bc
     TM, RS, RQ = spec.TM, spec.TM * spec.TN, spec.TM * spec.DN * 4
-    RK, RG, RV = spec.column_registers, spec.cap_registers, spec.of_values.column_registers
+    RK, RG, RV = spec.column_registers, spec.slope_registers, spec.of_values.column_registers
 
     arrays = [*[array_type(4)] * 5, array_type(3), *[array_type(4)] * 3]
 

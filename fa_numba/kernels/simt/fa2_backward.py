@@ -26,7 +26,7 @@ def make_backward(spec, atomic=True):
     values, gradients, epilogue = bind(spec, simt.values, simt.gradients, simt.epilogue)
     Bc = spec.Bc
     TM, RS, RQ = spec.TM, spec.TM * spec.TN, spec.TM * spec.DN * 4
-    RK, RG, RV = spec.column_registers, spec.cap_registers, spec.of_values.column_registers
+    RK, RG, RV = spec.column_registers, spec.slope_registers, spec.of_values.column_registers
     arrays = [*[array_type(4)] * 4, *[array_type(3)] * 2, *[array_type(4)] * 3]
 
     @cuda.jit(arguments(arrays, 2, 1, spec.features.argument_type), *spec.launch)
@@ -124,7 +124,7 @@ def make_query_gradients(spec):
     values, gradients, epilogue = bind(spec, simt.values, simt.gradients, simt.epilogue)
     Br, Bc = spec.Br, spec.Bc
     TM, RS, RQ = spec.TM, spec.TM * spec.TN, spec.TM * spec.DN * 4
-    RG = spec.cap_registers
+    RG = spec.slope_registers
     dq_bytes = spec.shared_bytes - 4 * spec.tile_floats[-1]  # without sP
 
     arrays = [*[array_type(4)] * 4, *[array_type(3)] * 2, array_type(4)]
