@@ -193,7 +193,7 @@ def _shrunk(
 # --- Hopper's tensor cores ---------------------------------------------------------------------
 
 _FORWARD = ("wgmma", "fa2", "fwd")
-_LEAST_COLUMNS = 64  # of a tile, however few keys there are
+_LEAST_COLUMNS = 64  # least number of columns of a tile, even for fewer keys
 
 
 def hopper_tiles(request: Request, heads: int, select: Callable[[Tiles], Any]) -> Chosen:

@@ -141,7 +141,8 @@ class Unit(ABC):
     def dq_kernel(self, request: Request, tiles: Tiles, spec: Any) -> tuple[Tiles, Spec]:
         """Return tiles and spec of the kernel that computes dQ alone, with Q outer.
 
-        ``tiles`` and ``spec`` are those of the backward kernel, which then computes only dK and dV.
+        The arguments are the tiles and the spec of the backward kernel, which computes only dK and
+        dV then.
         """
 
     def standard(self, request: Request) -> Shape:
@@ -151,8 +152,8 @@ class Unit(ABC):
     def standard_backward(self, request: Request) -> tuple[Shape, Spec]:
         """Return what the backward pass of standard attention needs, for one head dimension.
 
-        It is the shape of the kernels that the forward pass has too, and the spec of the kernel for
-        the products PT dO and dST Q.
+        The first result is the shape of the kernels that the forward pass has too. The second
+        result is the spec of the kernel for the products PT dO and dST Q.
         """
         raise NotImplementedError(f"unit {self.name!r} does not support {self.lacks(request)}")
 
@@ -564,9 +565,12 @@ def adds_elements(features: Features) -> bool:
 def heads_share_tiles(request: Request) -> bool:
     """Return whether the query heads of a K/V head share a row tile on Hopper's tensor cores.
 
-    They do if all of these conditions hold: several query heads share a K/V head; a head has at
-    most 64 rows; 64 is a multiple of the number of heads; there are no ``q_lens``, because the
-    tensor map of Q has no axis left for them; no option forbids it (``_differs_by_head``).
+    They do if all of these conditions hold:
+
+    - Several query heads share a K/V head.
+    - A head has at most 64 rows, and 64 is a multiple of the number of heads.
+    - There are no ``q_lens``, because the tensor map of Q has no axis left for them.
+    - No option forbids it (``_differs_by_head``).
     """
     p, features = request.problem, request.features
     few = p.seqlen_q <= GROUP_ROWS and GROUP_ROWS % p.group == 0
@@ -653,9 +657,9 @@ def unit_of(request: Request) -> Chosen[Unit]:
     """Return the unit of a request, and the reason.
 
     It is the unit that the caller named, or for "auto" the last unit in ``UNITS`` that can compute
-    the request and suits it. Raise ValueError for an unknown name, a dtype that the unit does not
-    take, or a request of which the unit lacks something. Raise ``NoUnit`` if the device does not
-    have the unit.
+    the request and suits it. Raise ValueError for an unknown name, for a dtype that the unit does
+    not take, and if the unit lacks something that the request needs. Raise ``NoUnit`` if the device
+    does not have the unit.
     """
     name, allowed = request.choices.unit, ("auto", *UNITS)
     if name not in allowed:

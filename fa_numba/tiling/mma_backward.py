@@ -61,8 +61,8 @@ class MmaBackwardSpec(GradientSpec, MmaSpec):
     def longest_arrays(self) -> tuple[int, int]:
         """Sizes of a thread's register arrays for fragments of K or V, and for dK or dV.
 
-        The arrays of K and V have equal sizes, and so have the arrays of dK and dV: each size is
-        the larger one of the two that are needed.
+        K and V have arrays of equal size: the larger size that one of them needs. So have dK and
+        dV.
         """
         both = self, self.of_values
         fragments = max(spec.scores.q_registers for spec in both)
@@ -119,10 +119,10 @@ class MmaBackwardSpec(GradientSpec, MmaSpec):
 
     @property
     def warp_parts(self) -> tuple[int, int, int, int]:
-        """Four numbers that say which part of a tile a warp has.
+        """Four numbers that say which part of a tile a warp has, in this order.
 
-        They are: warps that share columns of S; rows of S of a warp; columns of S of a warp;
-        columns of dK and dV of a warp.
+        1. Number of warps that share columns of S. 2. Number of rows of S of a warp. 3. Number of
+        columns of S of a warp. 4. Number of columns of dK and dV of a warp.
         """
         U = self.row_warps
         return U, self.Br // U, 8 * self.TN, self.columns // U

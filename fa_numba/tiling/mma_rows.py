@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 CHUNK = 8  # elements in 16 bytes
-BANKS = 8  # chunks in the 128 bytes that shared memory gives at once
+BANKS = 8  # chunks in 128 bytes, which shared memory reads in one step
 
 
 @dataclass(frozen=True)

@@ -164,7 +164,7 @@ class SimtSpec(Spec):
         reads = (self.TM + self.TN) * self.d4 / 4 + (self.TM / 4 + self.DN) * self.Bc
         return reads / (self.TM * self.TN * self.d4 + self.TM * 4 * self.DN * self.Bc)
 
-    max_accumulators = 128  # of a thread
+    max_accumulators = 128  # most accumulators of a thread
 
     @property
     def fits_registers(self) -> bool:
@@ -195,7 +195,7 @@ class SimtBackwardSpec(GradientSpec, SimtSpec):
         columns = self.column_registers + self.of_values.column_registers
         return columns + 2 * self.TM * self.TN
 
-    max_accumulators = 144  # at 256 columns dK and dV alone take 128
+    max_accumulators = 144  # with 256 columns, dK and dV together take 128
 
     @property
     def reads_per_fma(self) -> float:

@@ -72,7 +72,7 @@ class Spec(ABC):
 
     @property
     def reasons(self) -> dict[str, str]:
-        """Reasons that a plan prints in addition to those for the unit, tiles and splits."""
+        """Reasons that a plan prints after the reasons for the unit and the tiles."""
         return {}
 
     @property

@@ -148,9 +148,11 @@ class WgmmaSpec(Spec):
     def begins_next(self) -> bool:
         """Whether the first product of the next work tile runs together with the last one of this.
 
-        It does not in these cases: there is only one slot for Q, so that the next Q is not there
-        yet; products do not overlap; there are three consumers, and options leave too few registers
-        (``spare_taken``).
+        case                                                              value
+        only one slot for Q: the next Q is not there yet                  False
+        "overlap" or "ahead" is switched off                              False
+        three consumers, and options leave few registers (`spare_taken`)  False
+        otherwise                                                         True
         """
         crowded = self.consumers == 3 and spare_taken(self.features) + _AHEAD > SPARE
         return self.overlaps and self.q_stages > 1 and not crowded and "ahead" not in self.ablated
@@ -175,7 +177,7 @@ class WgmmaSpec(Spec):
     def by_group(self) -> bool:
         """Whether the K/V head of a query head h is h divided by the size of a group.
 
-        Otherwise the numbers of both heads are equal: there are no groups, or a row tile has
+        Otherwise the numbers of both heads are equal. There are no groups then; or a row tile has
         several heads of a group, and h is the number of the group.
         """
         return self.grouped and self.tile_heads == 1
@@ -320,9 +322,12 @@ class WgmmaSpec(Spec):
     def arrivals(self) -> Arrivals:
         """The barriers to initialise, and the arrivals that complete each.
 
-        Arrivals that empty a slot of Q: one per consumer warpgroup, and one per thread that loads K
-        or V, because these threads read the work tile. Arrivals that empty a slot of K or V: one
-        per consumer warp. One arrival fills a slot.
+        slot     arrivals that empty it
+        Q        one per consumer warpgroup, and one per thread that loads K or V
+        K or V   one per consumer warp
+
+        The threads that load K or V read the work tile that belongs to a slot of Q. One arrival
+        fills a slot. One arrival says that it is time to take the next work tile.
         """
         q, k, v, work, late = self.pipelines
         readers, warps = self.consumers + self.column_producers, 4 * self.consumers

@@ -59,7 +59,11 @@ class BackwardPipelines(NamedTuple):
 class WidePipelines(NamedTuple):
     """The pipelines of the backward kernel for head dimensions above 128.
 
-    A slot of kv contains K and V, a slot of q contains Q, L and D, a slot of do dO, a slot of s S.
+    field   contents of a slot
+    kv      K and V
+    q       Q, L and D
+    do      dO
+    s       S
     """
 
     kv: Pipeline
@@ -229,7 +233,8 @@ class WgmmaBackwardSpec(GradientSpec):
         FA-1, and not for options that need these registers.
         """
         features = self.features
-        plain = self.algorithm == "fa2" and not features.softcap  # P waits for the cap's slope
+        # With a softcap, P is computed late, together with the slope of the cap.
+        plain = self.algorithm == "fa2" and not features.softcap
         plain = plain and not features.bias and (self.slopes_alone or not features.scores_stay)
         ends = features.packed or (features.q_lens and (features.window or features.alibi))
         return plain and not ends and self.accumulators <= 216
@@ -286,7 +291,7 @@ class WgmmaBackwardSpec(GradientSpec):
 
     @property
     def transposed(self) -> WgmmaSpec:
-        """Forward spec with which the forward pass's products compute those of the backward pass.
+        """Forward spec with which products of the forward pass compute backward products.
 
         Q KT becomes ST = K QT and dPT = V dOT. P V becomes dV = PT dO and dK = dST Q. Rows of the
         forward spec are columns of S.

@@ -21,7 +21,7 @@ from fa_numba.options import PLAIN, Features
 from fa_numba.tiling.tiles import Tiles
 from fa_numba.tiling.wgmma import PANEL
 
-# The largest head dimension of a kernel that adds dQ.
+# The largest head dimension for which FA-2's backward kernel adds to dQ itself.
 LARGEST_ATOMIC = 128
 # The largest head dimension at which consumers have registers for ALiBi slopes or a bias, in
 # addition to their parts of the tiles.
@@ -31,9 +31,14 @@ ADDED_BESIDE = 48
 class BackwardCall(NamedTuple):
     """The facts of a call on which its variant depends.
 
-    ``head_dim_v`` is V's head dimension, 0 if it is Q's. ``grouped``: several query heads share a
-    K/V head. ``splits_group``: several thread blocks share a column tile. ``adds_dq``: the kernel
-    adds dQ; else a kernel of its own computes dQ.
+    field          meaning
+    head_dim       head dimension of Q and K
+    head_dim_v     head dimension of V; 0 if it is equal to ``head_dim``
+    features       options of the call
+    algorithm      "fa1" or "fa2"
+    grouped        whether a thread block has several query heads of a K/V head
+    splits_group   whether several thread blocks share a column tile
+    adds_dq        whether the kernel adds to dQ; otherwise a second kernel computes dQ
     """
 
     head_dim: int
@@ -80,18 +85,18 @@ class Condition(NamedTuple):
 
 
 def slopes_alone(features: Features) -> bool:
-    """Return whether scores are kept until dS for the slopes of a ``score_mod`` alone."""
+    """Return whether scores are kept until dS, and only the slopes of a ``score_mod`` need them."""
     f = features
     beside = f.dcaptured is not None or f.alibi or f.bias or f.dropout
     return f.scores_stay and not beside
 
 
 def _masks_alone(call: BackwardCall) -> bool:
-    """Return whether a call has no option but a causal mask or a block mask.
+    """Return whether a call has no option except a causal mask or a block mask.
 
-    A block mask may be made of a ``mask_mod``. For head dimensions above 64, the kernel of a
-    ``mask_mod`` that reads arrays would spill registers. A thread block must have the rows of one
-    query head, and own its column tile.
+    The block mask may come from a ``mask_mod``. For head dimensions above 64, a ``mask_mod`` that
+    reads arrays does not count, because its kernel would spill registers. In addition, a thread
+    block must have the rows of one query head, and must not share its column tile.
     """
     f = call.features
     masks: dict[str, Any] = {"causal": f.causal, "sparse": f.sparse}
@@ -134,15 +139,24 @@ _MASKED_HEADS = Condition("causal or window, one query head per K/V head", _mask
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Variant:
-    """A row of the table: a backward kernel, the calls that it takes, and why there is this row.
+    """A row of the table: a backward kernel, the calls that it takes, and the reason for the row.
 
-    ``name`` names the row, and ``consumer`` the code of the consumers and the layout of shared
-    memory. The row fits calls whose head dimensions are at most ``largest_dim``, whose inputs have
-    ``planes`` or not, and whose dQ is added by the kernel or not (``dq``), if ``takes`` holds too.
-    ``tiles`` are the rows and columns of a tile of S. ``registers`` are those of a producer thread
-    and of a consumer thread. ``slots`` is the number of row tiles of Q and dO in shared memory.
-    ``from_registers`` names the products whose first operand is in registers; the other operands
-    are in shared memory. ``why`` gives the reason for the row, with the measured gain.
+    field            meaning
+    name             name of the row
+    consumer         name of the consumers' code, and of the layout of shared memory
+    largest_dim      largest head dimension of the calls
+    takes            condition on the options of the calls
+    planes           whether the inputs of the calls are float32 in planes
+    tiles            rows and columns of a tile of S
+    work             how the consumers share a tile of S
+    consumers        number of consumer warpgroups
+    registers        numbers of registers of a producer thread and of a consumer thread
+    slots            number of row tiles of Q, and of dO, in shared memory
+    from_registers   products whose first operand is in registers; all other operands are in
+                     shared memory
+    dq               who adds to dQ, and when. A call needs a row whose kernel adds to dQ, or a row
+                     whose kernel does not
+    why              reason for the row, with the measured gain
     """
 
     name: str
@@ -170,7 +184,10 @@ class Variant:
         return self.dq is Dq.COPIED
 
     def covers(self, largest_dim: int, planes: bool, adds_dq: bool) -> bool:
-        """Return whether the row is for these head dimensions, inputs and sums of dQ."""
+        """Return whether the row fits a head dimension, inputs (planes or not) and the sum of dQ.
+
+        ``adds_dq`` says whether the kernel must add to dQ.
+        """
         alike = self.planes == planes and self.adds_dq == adds_dq
         return alike and largest_dim <= self.largest_dim
 

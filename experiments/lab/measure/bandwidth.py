@@ -228,7 +228,7 @@ def _timed(
     kernel: Kernel, blocks: int, threads: int, steps: int, repeats: int, *first: Any,
     then: tuple[int, ...] = (),
 ) -> Timing:  # fmt: skip
-    """Check and time a kernel of which each thread reads `steps` chunks of ones; return TB/s.
+    """Check and time a kernel, and return TB/s. Each of its threads reads `steps` chunks of ones.
 
     The kernel is launched with `blocks` thread blocks, which have `threads` threads in total. Its
     arguments are `first`, the array of sums, `steps`, and `then`.

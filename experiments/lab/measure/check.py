@@ -358,8 +358,8 @@ def _blocks(
 ) -> Iterator[tuple[Any, list[np.ndarray], dict[str, Any]]]:  # fmt: skip
     """Yield blocks of at most `rows` rows, of the first and of the last head.
 
-    Each item is the index of the block in O, the arrays [q, k, v] of the block, and the options of
-    the block for `reference.attention`. The arrays have shape (1, 1, N, d), with N rows or columns.
+    Each item is the index of the block in O, the arrays [q, k, v] of the block, and options for
+    `reference.attention`. The arrays have the shape (1, 1, N, d), with N rows or columns.
 
     A block begins n * L / 2 rows after the first row, for each n in `halves`. L is the sequence
     length minus the rows of a block. A block has at most 1 / `share` of the rows of the sequence.

@@ -36,7 +36,7 @@ LINES = {
 }
 # Lines of the computations that belong to a move, in addition to the line of the move itself.
 COMPUTED = {("fa1", "O", "store"): (9, 10, 11, 12), ("fa2", "V", "load"): (8, 9, 10)}
-# Arrays whose tiles are rows of Q; those of the others are rows of K and V.
+# Arrays whose tiles are row tiles. The tiles of K and V are column tiles.
 ROW_TILES = ("Q", "O", "l", "m", "L")
 # Arrays whose tiles the CUDA-core kernels keep in registers. The others are in shared memory.
 IN_REGISTERS = ("O", "l", "m", "L")
@@ -155,7 +155,7 @@ class Trace:
     causal : bool
         Whether the mask is causal.
     Br, Bc : int
-        Block sizes.
+        Tile sizes.
     moves : tuple of Move
         The moves, in order.
     window : int, default 0
@@ -238,9 +238,9 @@ class Trace:
         """Return the intervals of the clock in which tiles are on chip.
 
         A tile of Q, K or V is in shared memory from its load until another tile takes its slot, or
-        until the thread block ends. A tile of O, l, m or L is in registers from its load until its
-        store. If it was not loaded, it is in registers as soon as its tile of Q is loaded and the
-        row tile before it is stored.
+        the thread block ends. A tile of O, l, m or L is in registers from its load until its store.
+        If it was not loaded, the interval begins when its tile of Q is loaded and the row tile
+        before it is stored.
         """
         return [held for moves in self.blocks.values() for held in self._held_by(moves)]
 

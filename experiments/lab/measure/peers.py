@@ -306,7 +306,7 @@ def allocated_bytes(run: Callable[..., Any]) -> int:
     before = torch.cuda.memory_allocated()
     made = run()
     torch.cuda.synchronize()
-    del made  # which counts until here
+    del made  # the results must count in the peak
     return torch.cuda.max_memory_allocated() - before
 
 

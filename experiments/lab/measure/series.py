@@ -310,7 +310,7 @@ def row_tiles(series: str, problem: Problem, q: Any, k: Any, v: Any, **options: 
         tiles.append((slice(first, end), slice(0, problem.columns_end(end - 1))))
 
     def run(out: Any = None) -> Any:
-        if out is None:  # what no call writes is seen
+        if out is None:  # NaN shows elements that no call writes
             nothing = np.full(problem.q_shape, np.nan, np.float32)
             (out,) = peers.on_device((nothing,), problem.dtype)
         for rows, columns in tiles:

@@ -138,7 +138,7 @@ def note(tiles: fa_numba.Tiles) -> str:
 def _tiles(row: Row) -> fa_numba.Tiles:
     said = dict(word.split("=") for word in row.place.split())
     threads, stages = int(said["threads"]), int(said.get("stages", 1))
-    return fa_numba.Tiles(row.Br or 0, row.Bc or 0, threads, stages)  # which refuses 0
+    return fa_numba.Tiles(row.Br or 0, row.Bc or 0, threads, stages)  # Tiles refuses 0
 
 
 def best(rows: Iterable[Row]) -> dict[Key, tuple[fa_numba.Tiles, float]]:

@@ -412,9 +412,8 @@ def _written(
 def _changed(statement: ast.stmt) -> Iterator[str]:
     """Yield the names of the variables whose values a statement may change.
 
-    A statement may change an object over which it iterates, an object of which it assigns an
-    element or attribute, an object whose method it calls, and an argument that it passes to a
-    function.
+    A statement may change: an object over which it iterates; an object whose element or attribute
+    it assigns; an object whose method it calls; an argument that it passes to a function.
     """
     for node in ast.walk(statement):
         changed: list[ast.AST] = []

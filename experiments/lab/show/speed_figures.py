@@ -171,7 +171,7 @@ def published_speeds(
 def _over_fa1(rows: Sequence[Row]) -> list[float]:
     """Return the ratios of FA-2's speed to FA-1's speed, one for each problem and pass.
 
-    Only the series on CUDA cores are compared. FA-1's speed is that of its faster grid.
+    Only the series on CUDA cores are compared. The speed of FA-1 is the speed with its faster grid.
     """
     best: dict[tuple, dict[str, float]] = {}
     for row in rows:
