@@ -273,7 +273,7 @@ def _divisors(n: int) -> list[int]:
 def _row_tiles(p: Problem, tiles: Tiles, Nq: int, Nk: int, j: int) -> int:
     """Return the number of row tiles of each query head that visit column tile j of a sequence.
 
-    The sequence has ``Nq`` rows and ``Nk`` columns. A block mask is not regarded.
+    The sequence has ``Nq`` rows and ``Nk`` columns. A block mask is ignored.
     """
     diagonal, first, end = Nk - Nq, 0, Nq
     if p.right is not None:

@@ -221,7 +221,7 @@ def _hopper_tiles(request: Request, heads: int, d: int) -> Chosen:
     at most 64 rows                                   one consumer (64 rows)
     a short call (``_short``)                         the row for short calls in tiles.csv
     three consumers lack registers or are slower      two consumers (128 rows)
-    not causal                                        two or three consumers, which end first
+    not causal                                        two or three consumers: those that end first
     causal, all row tiles run at the same time        two consumers
     causal                                            three consumers for long sequences, else two
     """

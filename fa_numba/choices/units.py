@@ -52,7 +52,8 @@ class Shape(NamedTuple):
 class Unit(ABC):
     """A unit of the GPU that multiplies matrices, and its kernels.
 
-    The table lists the attributes. "By kernel" means a mapping or set with keys (algorithm, pass).
+    The table lists the attributes. "By kernel" means a mapping with keys (algorithm, pass), or a
+    set of such keys.
 
     attribute         meaning
     name              name of the unit, such as "mma"

@@ -30,7 +30,8 @@ class Spec(ABC):
     thread block share it. Thread (ty, tx) has TM of the rows and TN of the columns and, in its
     rows, 4 DN columns of O. The properties ``row_width``, ``row_step``, ``column_width`` and
     ``column_step`` say which rows and columns these are (``parts/layout.py``). There is a subclass
-    for each unit and pass.
+    for each unit and pass. Backward kernels on tensor cores have S transposed, and define TM and TN
+    again.
 
     field            meaning
     head_dim         head dimension of Q and K

@@ -206,7 +206,7 @@ class WgmmaBackwardSpec(GradientSpec):
     def query_floats(self) -> int:
         """Number of elements of the tile of dQ in shared memory; 0 for FA-1.
 
-        FA-1 adds to dQ from registers.
+        In FA-1, dQ moves between registers and global memory directly.
         """
         return 0 if self.algorithm == "fa1" else self.consumers * GROUP_ROWS * self.query_columns
 

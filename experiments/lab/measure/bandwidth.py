@@ -182,7 +182,7 @@ def measure_global(X: Any, footprint: int, repeats: int) -> Timing:
     footprint : int
         Bytes that are read repeatedly.
     repeats : int
-        Timed runs.
+        Number of timed runs.
 
     Returns
     -------
@@ -205,9 +205,9 @@ def measure_shared(multiprocessors: int, repeats: int) -> Timing:
     Parameters
     ----------
     multiprocessors : int
-        Multiprocessors of the GPU.
+        Number of multiprocessors of the GPU.
     repeats : int
-        Timed runs.
+        Number of timed runs.
 
     Returns
     -------

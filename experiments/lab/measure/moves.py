@@ -176,7 +176,7 @@ class Trace:
 
     @property
     def algorithm(self) -> str:
-        """Return "fa1" or "fa2"."""
+        """Return the algorithm of the traced call: "fa1" or "fa2"."""
         return self.series.split("-")[0]
 
     @property

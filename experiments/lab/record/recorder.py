@@ -155,8 +155,8 @@ class Recorder:
     def _write(self, machine: str, stored: Sequence[Row], rows: Sequence[Row]) -> bool:
         """Write the CSV and the JSON file of a machine. Return whether anything was written.
 
-        Nothing is written if the stored rows have the same numbers and were made with the same
-        code.
+        Nothing is written if the stored rows have the same numbers. On a GPU, the stored rows must
+        also have been made with the same code and kernels.
         """
         described = self.store.path(self.experiment, machine, ".json")
         earlier = self.store.runs(self.experiment, machine)
