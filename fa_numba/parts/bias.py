@@ -1,4 +1,9 @@
-"""The bias of a tile of scores in registers, read while the tile's product is still computed."""
+"""The bias of a tile of scores, added from global memory or read early into registers.
+
+``rBS`` is an array of registers with two uses. It holds this thread's part of the bias
+(``spec.reads_bias``), or in ``rBS[0]`` the state of the tile's block in a block mask
+(``spec.reads_state``). Both are read while the matrix product of the tile is still running.
+"""
 
 from fa_numba.device import float32, uint32
 from fa_numba.intrinsics.global_memory import lies_in_pairs, read_pair
@@ -7,12 +12,14 @@ from fa_numba.parts.namespace import part
 
 
 @part
-def make_read_bias(spec):
-    """``read_bias(rB, tile)``: this thread's part of the bias of a tile, if there is one; with
-    ``reads_state`` in its place what a block mask says of the tile to a mask_mod.
+def make_read_bias_or_state(spec):
+    """Make ``read_bias_or_state(rBS, tile)``, which reads ahead for ``scale_bias_and_mask``.
 
-    Only a part within the matrix, of neighbours that lie in pairs: ``make_add_bias`` reads others
-    itself.
+    With ``spec.reads_bias``, rBS gets this thread's part of the bias, one register per element of
+    S. The bias is read only if all elements of the part are inside of the matrix, and the rows of
+    the bias can be read in pairs. Otherwise ``add_bias`` reads the bias later. With
+    ``spec.reads_state``, ``rBS[0]`` gets the state of the tile's block, unless the loader of the
+    tile passes the state in shared memory.
     """
     TM, TN, (EI, EJ) = spec.TM, spec.TN, spec.element_steps
     row_of, column_of, warp_tile = make_row(spec), make_column(spec), make_warp_tile(spec)
@@ -20,10 +27,10 @@ def make_read_bias(spec):
     reads_state = spec.reads_state and not spec.slots_name_next
     block_state = make_block_state(spec)
 
-    def read_bias(rB, tile):
+    def read_bias_or_state(rBS, tile):
         own = warp_tile(tile)
         if reads_state:
-            rB[0] = float32(block_state(own))
+            rBS[0] = float32(block_state(own))
         if reads and whole(own):
             thread, Bh = tile.thread, tile.head.options.bias[tile.head.b, tile.head.h]
             for i in range(TM):
@@ -31,15 +38,18 @@ def make_read_bias(spec):
                 for j in range(0, TN, 2):
                     col = uint32(own.j0 + column_of(thread.tx, j))
                     pair = read_pair(Bh, row, col, True)
-                    rB[i * EI + j * EJ] = pair[0]
-                    rB[i * EI + (j + 1) * EJ] = pair[1]
+                    rBS[i * EI + j * EJ] = pair[0]
+                    rBS[i * EI + (j + 1) * EJ] = pair[1]
 
-    return read_bias
+    return read_bias_or_state
 
 
 @part
 def make_block_state(spec):
-    """``block_state(tile)``: of the tile's block, a number of ``mods.blocks``."""
+    """Make ``block_state(tile)``, which returns the state of the tile's block in the block mask.
+
+    The state is EMPTY, MIXED or FULL of ``mods.blocks``.
+    """
     Br, Bc = spec.head_rows, spec.block_columns
 
     def block_state(tile):
@@ -51,8 +61,10 @@ def make_block_state(spec):
 
 @part
 def make_add_bias(spec, unit, ahead):
-    """``add_bias(rS, rB, tile)``: ``unit`` times the bias to the scores; that in rB, if it was read
-    ``ahead``.
+    """Make ``add_bias(rS, rBS, tile)``, which adds ``unit`` times the bias to the scores in rS.
+
+    ``unit`` is 1, or log2(e) if the scores are in units of log2. With ``ahead``, the bias is taken
+    from rBS if ``read_bias_or_state`` has read it. Otherwise it is read from global memory.
     """
     TM, TN, (EI, EJ) = spec.TM, spec.TN, spec.element_steps
     row_of, column_of = make_row(spec), make_column(spec)
@@ -60,11 +72,11 @@ def make_add_bias(spec, unit, ahead):
     add_inside = _make_add_inside(spec, unit)
     by_tiles, Br, Bc = spec.adds_whole_bias, spec.Br, spec.Bc
 
-    def add_bias(rS, rB, tile):
+    def add_bias(rS, rBS, tile):
         head, options, thread = tile.head, tile.head.options, tile.thread
         if ahead and whole(tile):
             for e in range(TM * TN):
-                rS[e] += unit * rB[e]
+                rS[e] += unit * rBS[e]
         elif by_tiles and uint32(tile.i0 + Br) <= head.Nq and uint32(tile.j0 + Bc) <= head.Nk:
             add_inside(rS, tile)
         else:
@@ -81,7 +93,10 @@ def make_add_bias(spec, unit, ahead):
 
 @part
 def _make_add_inside(spec, unit):
-    """``add_inside(rS, tile)``: adds ``unit`` times the bias of a tile inside the matrix."""
+    """Make ``add_inside(rS, tile)``, which adds ``unit`` times the bias of a tile to rS.
+
+    All elements of the tile must be inside of the matrix.
+    """
     TM, TN, (EI, EJ) = spec.TM, spec.TN, spec.element_steps
     row_of, column_of = make_row(spec), make_column(spec)
 
@@ -98,7 +113,11 @@ def _make_add_inside(spec, unit):
 
 @part
 def _whole(spec):
-    """Whether all of a thread's part of a tile is in the matrix, in pairs that are read at once."""
+    """Make ``whole(tile)``, which says whether this thread's part of the bias can be read in pairs.
+
+    All elements of the thread's part must be inside of the matrix, and the bias must be stored so
+    that two neighbouring elements can be read at once.
+    """
     TM, TN, row_of, column_of = spec.TM, spec.TN, make_row(spec), make_column(spec)
 
     def whole(tile):

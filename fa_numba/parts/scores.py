@@ -1,6 +1,8 @@
-"""Scores of a tile in registers, from the product Q KT on: scaled, capped, biased and masked.
+"""The scores of a tile in registers: scale, cap, user function, bias and masks, after the product Q
+KT.
 
-Scaled by scale log2(e), so that every exponential is an exp2.
+The scores are multiplied by scale log2(e), so that the softmax needs only exp2. This is what "in
+units of log2" means.
 """
 
 import math
@@ -11,7 +13,7 @@ from fa_numba.device import device_function, float32, int32, uint32
 from fa_numba.intrinsics.arithmetic import LOG2E, ONE
 from fa_numba.mods.blocks import FULL
 from fa_numba.parts.bias import make_add_bias, make_block_state
-from fa_numba.parts.bias import make_read_bias as make_read_bias
+from fa_numba.parts.bias import make_read_bias_or_state as make_read_bias_or_state
 from fa_numba.parts.layout import make_column, make_row, make_warp_tile
 from fa_numba.parts.mods import (
     hidden_score,
@@ -35,33 +37,49 @@ _distance = device_function(masks.distance)
 
 @cache
 def make_scale_and_mask(spec):
-    """``scale_and_mask(rS, scale, tile)``: scores in units of log2.
+    """Make ``scale_and_mask(rS, scale, tile)``, which turns the product Q KT in rS into scores.
 
-    Multiplies them by ``scale``, caps them, applies the caller's function, adds slopes and bias,
-    and sets those outside the masks or the matrix to -inf. With a cap, ``scale`` is that of its
-    argument and ``options.softcap`` is in the unit of the scores, natural ones before a function.
+    The steps are, in this order: multiply by ``scale``, cap, call the user's ``score_mod``, add the
+    ALiBi bias, add the bias of the call, and set hidden elements to -inf. Hidden are elements that
+    a mask or a ``mask_mod`` hides, and elements outside of the matrix. The scores are in units of
+    log2.
+
+    | case | where ``scale`` is applied |
+    |---|---|
+    | ``spec.folds_scale`` | later, in the exponent of the softmax |
+    | a ``score_mod`` without a cap | in the call of ``score_mod`` |
+    | all others | here, before the cap |
+
+    ``options.softcap`` multiplies the tanh of the cap. It is in units of log2, or in natural units
+    if a ``score_mod`` follows.
     """
     return _without_bias_read(_make_scale_and_mask(spec, LOG2E, hides_blocks=False))
 
 
 @cache
 def make_scale_and_mask_all(spec):
-    """``scale_and_mask`` in natural units, for a kernel that visits every tile: those that the
-    block mask leaves out are hidden here.
+    """Make ``scale_and_mask_all(rS, scale, tile)`` for a kernel that visits every tile.
+
+    It works as ``scale_and_mask``, but the scores are in natural units, and elements in empty
+    blocks of a block mask are hidden too. Standard attention uses it.
     """
     return _without_bias_read(_make_scale_and_mask(spec, ONE, hides_blocks=True))
 
 
 @cache
 def make_scale_bias_and_mask(spec):
-    """``scale_bias_and_mask(rS, rB, scale, tile)``: ``scale_and_mask``, with the bias, or the state
-    of the tile's block, that is in rB already (``read_bias``, ``wgmma.listed``).
+    """Make ``scale_bias_and_mask(rS, rBS, scale, tile)``, which works as ``scale_and_mask``.
+
+    The bias, or the state of the tile's block, has been read into ``rBS`` before, by
+    ``read_bias_or_state`` or by a part of ``parts.wgmma.listed``.
     """
     return _make_scale_and_mask(spec, LOG2E, hides_blocks=False, ahead=True)
 
 
 @part
 def _without_bias_read(scale_and_mask):
+    """Make ``scale_and_mask(rS, scale, tile)`` from a function that also takes ``rBS``."""
+
     def without(rS, scale, tile):
         scale_and_mask(rS, rS, scale, tile)
 
@@ -70,6 +88,13 @@ def _without_bias_read(scale_and_mask):
 
 @part
 def _make_scale_and_mask(spec, unit, hides_blocks, ahead=False):
+    """Make ``scale_and_mask(rS, rBS, scale, tile)``, with the steps that ``make_scale_and_mask``
+    lists.
+
+    ``unit`` is log2(e), or 1 for scores in natural units. With ``hides_blocks``, elements in empty
+    blocks of a block mask are hidden. With ``ahead``, rBS holds the bias or the block's state;
+    otherwise rBS is not read.
+    """
     TM, TN, (EI, EJ) = spec.TM, spec.TN, spec.element_steps
     Br, Bc, features = spec.head_rows, spec.block_columns, spec.features
     causal, window, q_lens = features.causal, features.window, features.q_lens
@@ -86,7 +111,7 @@ def _make_scale_and_mask(spec, unit, hides_blocks, ahead=False):
     apply_score_mod, hide = make_apply_score_mod(spec, unit), make_hide(spec)
     state_ahead, block_state = ahead and spec.reads_state, make_block_state(spec)
 
-    def scale_and_mask(rS, rB, scale, tile):
+    def scale_and_mask(rS, rBS, scale, tile):
         head, options, thread = tile.head, tile.head.options, tile.thread
         diagonal = int32(int32(head.Nk) - int32(head.Nq))
         own = warp_tile(tile)
@@ -116,7 +141,7 @@ def _make_scale_and_mask(spec, unit, hides_blocks, ahead=False):
                         col = float32(int32(column_of(uint32(0), j)))
                         rS[i * EI + j * EJ] -= slope * _distance(key, col, float32(0.0))
         if bias:
-            add_bias(rS, rB, own)
+            add_bias(rS, rBS, own)
         last = uint32(col0 + (COLUMNS - 1))
         inside = last < head.Nk
         if causal:
@@ -159,7 +184,7 @@ def _make_scale_and_mask(spec, unit, hides_blocks, ahead=False):
         if mask_mod:
             state = uint32(0)
             if state_ahead:
-                state = uint32(rB[0])
+                state = uint32(rBS[0])
             elif sparse:
                 state = block_state(own)
             if state != uint32(FULL):

@@ -95,11 +95,11 @@ def test_the_word_of_a_slot_holds_what_follows_and_the_state_of_a_block(state):
     given = options_of(block_mask=np.uint8([[[[state]]]]))
 
     def kernel(out, words, following, options):
-        rB, n = cuda.local.array(1, float32), cuda.threadIdx.x
+        rBS, n = cuda.local.array(1, float32), cuda.threadIdx.x
         head = Head(uint32(0), uint32(0), uint32(0), uint32(48), uint32(32), options)
         words[n] = word(uint32(following[n]), Tile(uint32(0), uint32(0), head, uint32(0)))
-        out[1, n] = read(rB, words, n)
-        out[0, n] = rB[0]
+        out[1, n] = read(rBS, words, n)
+        out[0, n] = rBS[0]
 
     launch(kernel, 1, len(following), out, words, np.uint32(following), given)
     assert out[0].tolist() == [state] * len(following) and out[1].tolist() == following

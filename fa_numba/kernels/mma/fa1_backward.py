@@ -36,7 +36,7 @@ def make_backward(spec):
         rG, rdQ = cuda.local.array(RG, float32), cuda.local.array(RQ, float32)
         rdK, rdV = cuda.local.array(RK, float32), cuda.local.array(RK, float32)
         rL, rD = cuda.local.array(TM, float32), cuda.local.array(TM, float32)
-        rB = cuda.local.array(1, float32)
+        rBS = cuda.local.array(1, float32)
         warp, thread = gradients.warp_and_thread()
         first, heads = grid.heads_of_group(Q, K, group, options)
         Kh, Vh = grid.key_rows(K, first), grid.key_rows(V, first)
@@ -84,7 +84,7 @@ def make_backward(spec):
                     tile = Tile(i0, j0, head, thread)
                     if EARLY:
                         visit = visits.row_ahead(i0, i_end, j0, head)
-                    scores.read_bias(rB, tile)
+                    scores.read_bias_or_state(rBS, tile)
                     wait_async()
                     cuda.syncthreads()  # row tile i is there; nobody reads the last one, sP nor sdS
                     # FA-1 line 10, FA-2 line 9 of the next i: load row tile i+1, in flight
@@ -98,7 +98,7 @@ def make_backward(spec):
                     # FA-1 lines 11, 12, FA-2 line 10: Sij = scale Qi KjT
                     transposed.scores(rS, rK, sK, sQ, warp.column, warp.row)
                     scores.slopes(rG, rS, factor, tile)
-                    scores.scale_bias_and_mask(rS, rB, factor, tile)
+                    scores.scale_bias_and_mask(rS, rBS, factor, tile)
                     # FA-1 line 13, FA-2 line 11: Pij = exp(Sij - Li)
                     row_tiles.take(rL, sL, thread)
                     softmax.from_lse(rS, factor, rL)

@@ -29,7 +29,7 @@ def make_forward(spec):
     def fa1_forward(Q, K, V, O, A, L, l, m, scale, group, split_rows, options):
         sQ, sK, sV, sO = load.shared_memory()
         rQ, rS = cuda.local.array(RQ, uint32), cuda.local.array(RS, float32)
-        rB, rO = cuda.local.array(RB, float32), cuda.local.array(RO, float32)
+        rBS, rO = cuda.local.array(RB, float32), cuda.local.array(RO, float32)
         rm, rl = cuda.local.array(TM, float32), cuda.local.array(TM, float32)
         rf = cuda.local.array(TM, float32)
         warp_row, thread = grid.thread()
@@ -65,14 +65,14 @@ def make_forward(spec):
                 cuda.syncthreads()  # Qi is there
                 tile = Tile(i0, j0, head, thread)
                 products.load_fragments(rQ, sQ, warp_row)
-                scores.read_bias(rB, tile)
+                scores.read_bias_or_state(rBS, tile)
                 # Alg. 1 line 8: load Oi, li, mi
                 fa1_state.read_state(rO, rl, rm, state, visit, tile, i_stop)
                 # FA-1 line 9, FA-2 line 8: Sij = scale Qi KjT
                 products.scores(rS, rQ, sQ, sK, warp_row, products.warp_column())
                 # Alg. 1 line 12: diag(li) Oi, before line 11 replaces li
                 softmax.scale_rows(rO, rl)
-                scores.scale_bias_and_mask(rS, rB, scale, tile)
+                scores.scale_bias_and_mask(rS, rBS, scale, tile)
                 cuda.syncthreads()  # nobody reads sQ any more
                 # FA-1 line 8, FA-2 line 7 of the next tile: load it, in flight meanwhile
                 i_next = load.next_q(sQ, Qh, visit, i0, i_end, i_stop)

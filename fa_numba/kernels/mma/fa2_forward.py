@@ -34,7 +34,7 @@ def make_forward(spec):
     def fa2_forward(Q, K, V, O, L, scale, group, options):
         sQ = half_tile(0, NQ)
         rQ, rS = cuda.local.array(RQ, uint32), cuda.local.array(RS, float32)
-        rB, rO = cuda.local.array(RB, float32), cuda.local.array(RO, float32)
+        rBS, rO = cuda.local.array(RB, float32), cuda.local.array(RO, float32)
         rm, rl = cuda.local.array(TM, float32), cuda.local.array(TM, float32)
         rf = cuda.local.array(TM, float32)
         warp_row, thread = grid.thread()
@@ -61,7 +61,7 @@ def make_forward(spec):
         # FA-1 line 5, FA-2 line 6: for each column tile j that is seen
         while j0 < j_end:
             tile = Tile(i0, j0, head, thread)
-            scores.read_bias(rB, tile)
+            scores.read_bias_or_state(rBS, tile)
             wait_async()
             cuda.syncthreads()  # Kj is there, or Kj and Vj; nobody reads what is loaded next
             # Alg. 1 line 7: load Vj, in flight during line 8; with two stages Kj+1 and Vj+1
@@ -69,7 +69,7 @@ def make_forward(spec):
             commit_async()
             # FA-1 line 9, FA-2 line 8: Sij = scale Qi KjT
             products.scores(rS, rQ, sQ, sK, warp_row, products.warp_column())
-            scores.scale_bias_and_mask(rS, rB, scale, tile)
+            scores.scale_bias_and_mask(rS, rBS, scale, tile)
             if STAGES == 1:
                 wait_async()
                 cuda.syncthreads()  # Vj is there; nobody reads sK any more

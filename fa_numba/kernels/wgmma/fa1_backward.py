@@ -101,7 +101,7 @@ def make_backward(spec):
         rS, rdP = cuda.local.array(RS, float32), cuda.local.array(RS, float32)
         rP, rdS = cuda.local.array(RP, uint32), cuda.local.array(RP, uint32)
         rdQ, rdK = cuda.local.array(RQ, float32), cuda.local.array(RK, float32)
-        rdV, rB = cuda.local.array(RV, float32), cuda.local.array(1, float32)
+        rdV, rBS = cuda.local.array(RV, float32), cuda.local.array(1, float32)
         sK, sV, (sQ, sdO, sL), sdS, _, _, bars = shared
         thread = grid.transposed_thread()
         head, heads, i_begin, i_stop = rows
@@ -130,12 +130,12 @@ def make_backward(spec):
                 slot, at = Slot(stage, phase), gradients.offsets(stage)
                 member = grid.member(head, h)
                 tile = Tile(i0, column0, member, thread)
-                fa1_gradients.read_pass_word(rB, shared, slot)
+                fa1_gradients.read_pass_word(rBS, shared, slot)
                 # FA-1 line 17, FA-2 line 13: dPij = dOi VjT, on its way with Sij = scale Qi KjT
                 do_pipeline.wait(bars, slot)
                 of_values.multiply(rdP, sV, own, sdO, at.out)
                 # FA-1 line 12: mask
-                scores.scale_bias_and_mask(rS, rB, scale_log2, tile)
+                scores.scale_bias_and_mask(rS, rBS, scale_log2, tile)
                 # FA-1 line 13, FA-2 line 11: Pij = exp(Sij - Li)
                 gradients.p_of_columns(rS, rP, scale_log2, sL, at.values, tile)
                 # FA-1 line 16, FA-2 line 12: dVj += PijT dOi
@@ -153,7 +153,7 @@ def make_backward(spec):
                 gradients.store_ds(sdS, at.scores, rdS, thread)
                 pingpong.sync_consumers()  # dSij is there
                 # FA-1 line 21, FA-2 line 15: dQi += scale dSij Kj, through global memory
-                visit = fa1_gradients.read_pass_word(rB, shared, slot)
+                visit = fa1_gradients.read_pass_word(rBS, shared, slot)
                 fa1_gradients.read_dq(rdQ, A, visit, j0, i0, i_stop, member, thread)
                 gradients.begin_dq(rdQ, sdS, at.scores, sK, thread.w)
                 gradients.wait_columns(rdK, rdV, True)

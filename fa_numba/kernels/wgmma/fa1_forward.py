@@ -31,21 +31,21 @@ def make_forward(spec):
     Br = spec.Br
 
     @device_function
-    def produce_rows(shared, schedule, w, Q, A):
+    def produce_rows(shared, work, w, Q, A):
         bars, stage, phase, written_phase = shared.bars, uint32(0), uint32(1), uint32(0)
-        head, j0, j_end, i_first, i_stop = fa1_state.passes(schedule)
+        head, j0, j_end, i_first, i_stop = fa1_state.passes(work)
         fa1_state.wait_initialised(bars, w)
         while j0 < j_end:
             i0, i_end = visits.rows_seen(j0, i_first, i_stop, head)
             visited = i0 < i_end
             # FA-1 line 7, FA-2 line 3: for each row tile i
             while i0 < i_end:
-                slot, passed = Slot(stage, phase), Slot(w, written_phase)
+                slot = Slot(stage, phase)
                 starts = fa1_state.name_own_next(shared, i0, i_end, j0, head, slot, w)
                 # FA-1 line 8, FA-2 line 4: load Qi
                 load.q(shared, Q, i0, head, slot, w)
                 # Alg. 1 line 8: load Oi
-                fa1_state.load_output(shared, A, i0, starts, head, slot, passed)
+                fa1_state.load_output(shared, A, i0, starts, head, slot, w, written_phase)
                 stage, phase = q_pipeline.next(slot)
                 i0 = visits.next_row(uint32(i0 + Br), i_end, j0, head)
             if visited:
@@ -53,9 +53,9 @@ def make_forward(spec):
             j0 = uint32(j0 + Bc)
 
     @device_function
-    def produce_columns(shared, schedule, K, V):
+    def produce_columns(shared, work, K, V):
         stage, phase = uint32(0), uint32(1)
-        head, j0, j_end, i_first, i_stop = fa1_state.passes(schedule)
+        head, j0, j_end, i_first, i_stop = fa1_state.passes(work)
         while j0 < j_end:
             i0, i_end = visits.rows_seen(j0, i_first, i_stop, head)
             if i0 < i_end:
@@ -66,8 +66,8 @@ def make_forward(spec):
             j0 = uint32(j0 + Bc)
 
     @device_function
-    def consume(shared, schedule, out, scale):
-        rS, rB = cuda.local.array(RS, float32), cuda.local.array(RB, float32)
+    def consume(shared, work, out, scale):
+        rS, rBS = cuda.local.array(RS, float32), cuda.local.array(RB, float32)
         rP, rO = cuda.local.array(RP, uint32), cuda.local.array(RO, float32)
         rm, rl = cuda.local.array(TM, float32), cuda.local.array(TM, float32)
         rf = cuda.local.array(TM, float32)
@@ -75,7 +75,7 @@ def make_forward(spec):
         bars, thread = shared.bars, grid.thread()
         w = thread.w
         stage, phase, q_stage, q_phase = uint32(0), uint32(0), uint32(0), uint32(0)
-        head, j0, j_end, i_first, i_stop = fa1_state.passes(schedule)
+        head, j0, j_end, i_first, i_stop = fa1_state.passes(work)
         factor = products.score_factor(scale, head)
         # FA-1 line 2, FA-2 line 5: O = 0, l = 0, m = -inf
         own_first = uint32(i_first + ROWS * w)
@@ -97,8 +97,8 @@ def make_forward(spec):
                 q_pipeline.wait(bars, own)
                 products.begin_scores(rS, shared.sQ, q_stage, w, shared.sK, stage)
                 tile = Tile(row0, j0, head, thread)
-                scores.read_bias(rB, tile)
-                visit, i_next, more = fa1_state.read_named(rB, shared, q, w, ahead)
+                scores.read_bias_or_state(rBS, tile)
+                visit, i_next, more = fa1_state.read_named(rBS, shared, q, w, ahead)
                 # Alg. 1 line 8: load li, mi
                 fa1_state.read_statistics(rl, rm, out, visit, tile)
                 products.wait_scores(rS, False)
@@ -106,7 +106,7 @@ def make_forward(spec):
                     q_pipeline.release(bars, own)
                 if i_next >= i_end:
                     k_pipeline.release(bars, Slot(stage, phase))
-                scores.scale_bias_and_mask(rS, rB, factor, tile)
+                scores.scale_bias_and_mask(rS, rBS, factor, tile)
                 # FA-1 lines 10, 11, FA-2 line 9: m, l, and P = e^(S - m) of the new m
                 softmax.online_to_p(rP, rS, factor, rm, rl, rf)
                 # Alg. 1 lines 8, 12: load Oi; diag(li) e^(m_old - m_new) Oi
@@ -142,16 +142,16 @@ def make_forward(spec):
             give_registers(FEW)
             w = load.warp()
             if load.produces_rows(w):
-                schedule = fa1_state.block(Q, K, group, split_rows, options)
-                produce_rows(shared, schedule, w, Q, A)
+                work = fa1_state.block_rows(Q, K, group, split_rows, options)
+                produce_rows(shared, work, w, Q, A)
             elif load.produces_columns(w):
-                schedule = fa1_state.block(Q, K, group, split_rows, options)
-                produce_columns(shared, schedule, K, V)
+                work = fa1_state.block_rows(Q, K, group, split_rows, options)
+                produce_columns(shared, work, K, V)
         else:
             take_registers(MANY)
-            schedule = fa1_state.block(Q, K, group, split_rows, options)
-            out = fa1_state.out(O, A, L, l, m, schedule)
-            consume(shared, schedule, out, scale)
+            work = fa1_state.block_rows(Q, K, group, split_rows, options)
+            out = fa1_state.out(O, A, L, l, m, work)
+            consume(shared, work, out, scale)
 
     return fa1_forward
 

@@ -32,34 +32,34 @@ def make_forward(spec):
     OVERLAPS = spec.overlaps
 
     @device_function
-    def produce_rows(shared, schedule, w, Q):
+    def produce_rows(shared, work, w, Q):
         bars, n, more = shared.bars, uint32(cuda.blockIdx.x), True
         stage, phase, late_phase = uint32(0), uint32(1), uint32(0)
         while more:
             slot = Slot(stage, phase)
-            more = scheduler.announce(schedule, bars, slot, n)
+            more = scheduler.announce(work, bars, slot, n)
             if more:
                 # FA-1 line 7, FA-2 line 3: for each row tile i
-                i0, head, j0, j_end = scheduler.give(schedule, bars, slot, n)
+                i0, head, j0, j_end = scheduler.give(work, bars, slot, n)
                 # FA-1 line 8, FA-2 line 4: load Qi
                 load.q(shared, Q, i0, head, slot, w)
                 late_phase = scheduler.wait_late(bars, late_phase, j0, j_end, i0, head)
-                n = scheduler.next_number(schedule, n)
+                n = scheduler.next_number(work, n)
             stage, phase = q_pipeline.next(slot)
 
     @device_function
-    def produce_columns(shared, schedule, K, V):
+    def produce_columns(shared, work, K, V):
         stage, phase = uint32(0), uint32(1)
         bars, q_stage, q_phase = shared.bars, uint32(0), uint32(0)
-        while scheduler.has_columns(schedule, bars, Slot(q_stage, q_phase)):
+        while scheduler.has_columns(work, bars, Slot(q_stage, q_phase)):
             q = Slot(q_stage, q_phase)
-            i0, head, j0, j_end = scheduler.take_columns(schedule, bars, q)
+            i0, head, j0, j_end = scheduler.take_columns(work, bars, q)
             waits = load.produces_k() and scheduler.is_long(j0, j_end, i0, head)
             while j0 < j_end:
                 waits = scheduler.commit_late(bars, waits, j0, j_end, i0, head)
                 # FA-1 line 6, FA-2 line 7: load Kj, Vj
                 kv = Slot(stage, phase)
-                scheduler.name_next(schedule, bars, kv, j0, j_end, i0, head)
+                scheduler.name_next(work, bars, kv, j0, j_end, i0, head)
                 load.columns(shared, K, V, j0, head, kv)
                 stage, phase = k_pipeline.next(kv)
                 j0 = scheduler.next_column(uint32(j0 + Bc), j_end, i0, head)
@@ -67,8 +67,8 @@ def make_forward(spec):
             q_stage, q_phase = q_pipeline.next(q)
 
     @device_function
-    def consume(shared, schedule, out, scale):
-        rS, rB = cuda.local.array(RS, float32), cuda.local.array(RB, float32)
+    def consume(shared, work, out, scale):
+        rS, rBS = cuda.local.array(RS, float32), cuda.local.array(RB, float32)
         rP, rO = cuda.local.array(RP, uint32), cuda.local.array(RO, float32)
         rm, rl = cuda.local.array(TM, float32), cuda.local.array(TM, float32)
         rf = cuda.local.array(TM, float32)
@@ -77,10 +77,10 @@ def make_forward(spec):
         w = thread.w
         stage, phase, q_stage, q_phase = uint32(0), uint32(0), uint32(0), uint32(0)
         pingpong.first_turn(w)
-        while scheduler.has_work(schedule, bars, Slot(q_stage, q_phase)):
+        while scheduler.has_work(work, bars, Slot(q_stage, q_phase)):
             # FA-1 line 7, FA-2 line 3: for each row tile i
-            (i0, h, b, split), Nq, Nk, j0, j_end, hk = scheduler.take(schedule, q_stage)
-            head = Head(b, h, hk, Nq, Nk, schedule.options)
+            (i0, h, b, split), Nq, Nk, j0, j_end, hk = scheduler.take(work, q_stage)
+            head = Head(b, h, hk, Nq, Nk, work.options)
             factor = products.score_factor(scale, head)
             # FA-1 line 2, FA-2 line 5: O = 0, l = 0, m = -inf
             tile = Tile(uint32(i0 + ROWS * w), j0, head, thread)
@@ -93,13 +93,13 @@ def make_forward(spec):
                 products.begin_scores(rS, shared.sQ, q_stage, w, shared.sK, stage)
                 pingpong.give_turn(w)
                 while True:  # and through the next work tile, if its first S is begun in here
-                    head, row0 = Head(b, h, hk, Nq, Nk, schedule.options), uint32(i0 + ROWS * w)
+                    head, row0 = Head(b, h, hk, Nq, Nk, work.options), uint32(i0 + ROWS * w)
                     tile = Tile(row0, j0, head, thread)
-                    scores.read_bias(rB, tile)
-                    j_next = scheduler.look_ahead(rB, schedule, stage, j0)
+                    scores.read_bias_or_state(rBS, tile)
+                    j_next = scheduler.look_ahead(rBS, work, stage, j0)
                     products.wait_scores(rS, False)
                     k_pipeline.release(bars, Slot(stage, phase))
-                    scores.scale_bias_and_mask(rS, rB, factor, tile)
+                    scores.scale_bias_and_mask(rS, rBS, factor, tile)
                     # FA-1 lines 10, 11, FA-2 line 9: m, l, and P = e^(S - m) of the new m
                     softmax.online_of_lanes(rS, factor, rm, rl, rf)
                     softmax.drop(rS, tile)
@@ -112,11 +112,11 @@ def make_forward(spec):
                         after = k_pipeline.next(kv)
                         pingpong.begin_products(rS, rT, rP, shared, q_stage, kv, after, w)
                         tile = Tile(row0, j0, head, thread)
-                        scores.read_bias(rB, tile)
-                        j_next = scheduler.look_ahead(rB, schedule, after.stage, j0)
+                        scores.read_bias_or_state(rBS, tile)
+                        j_next = scheduler.look_ahead(rBS, work, after.stage, j0)
                         products.wait_scores(rS, OVERLAPS)
                         k_pipeline.release(bars, after)
-                        scores.scale_bias_and_mask(rS, rB, factor, tile)
+                        scores.scale_bias_and_mask(rS, rBS, factor, tile)
                         # FA-1 lines 10, 11, FA-2 line 9: m, l, and P = e^(S - m) of the new m
                         softmax.online_of_lanes(rS, factor, rm, rl, rf)
                         softmax.drop(rS, tile)
@@ -130,7 +130,7 @@ def make_forward(spec):
                     kv, q = Slot(stage, phase), Slot(q_stage, q_phase)
                     v_pipeline.wait(bars, kv)
                     after, q_after = k_pipeline.next(kv), q_pipeline.next(q)
-                    if not scheduler.begins_next(schedule, bars, q_after):
+                    if not scheduler.begins_next(work, bars, q_after):
                         break
                     # FA-2 line 10 of the last tile, on its way with the next work tile's first S
                     pingpong.begin_last(rS, rT, rP, shared, q_after.stage, kv, after, w)
@@ -142,8 +142,8 @@ def make_forward(spec):
                     epilogue.write_out(rO, rl, rm, shared, q, out, split, done)
                     stage, phase = after
                     q_stage, q_phase = q_after
-                    (i0, h, b, split), Nq, Nk, j0, j_end, hk = scheduler.take(schedule, q_stage)
-                    head = Head(b, h, hk, Nq, Nk, schedule.options)
+                    (i0, h, b, split), Nq, Nk, j0, j_end, hk = scheduler.take(work, q_stage)
+                    head = Head(b, h, hk, Nq, Nk, work.options)
                     factor = products.score_factor(scale, head)
                     tile = Tile(uint32(i0 + ROWS * w), j0, head, thread)
                     softmax.start_of_lanes(rO, rl, rm, tile, split)
@@ -155,7 +155,7 @@ def make_forward(spec):
             # FA-1 lines 12, 13, FA-2 lines 12, 14: O = diag(l)^-1 O, to global memory
             # FA-2 lines 13, 15: L = m + log l
             q = Slot(q_stage, q_phase)
-            head = Head(b, h, hk, Nq, Nk, schedule.options)
+            head = Head(b, h, hk, Nq, Nk, work.options)
             done = Tile(uint32(i0 + ROWS * w), j0, head, thread)
             epilogue.write_out(rO, rl, rm, shared, q, out, split, done)
             q_stage, q_phase = q_pipeline.next(q)
@@ -167,20 +167,20 @@ def make_forward(spec):
     @cuda.jit(arguments(arrays, 1, 1, spec.features.argument_type), *spec.launch)
     def fa2_forward(Q, K, V, O, L, taken, scale, group, options):
         shared = load.shared_memory()
-        schedule = scheduler.schedule(Q, K, taken, group, options)
+        work = scheduler.schedule(Q, K, taken, group, options)
         pipeline.begin(shared.bars)
         cuda.syncthreads()
         if cuda.threadIdx.x < 128:
             give_registers(FEW)
             w = load.warp()
             if load.produces_rows(w):
-                produce_rows(shared, schedule, w, Q)
+                produce_rows(shared, work, w, Q)
             elif load.produces_columns(w):
-                produce_columns(shared, schedule, K, V)
+                produce_columns(shared, work, K, V)
         else:
             take_registers(MANY)
             out = Out(O, L, Q.shape[2])
-            consume(shared, schedule, out, scale)
+            consume(shared, work, out, scale)
 
     return fa2_forward
 

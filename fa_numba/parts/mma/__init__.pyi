@@ -90,7 +90,7 @@ class row_tiles:
     from fa_numba.parts.mma.row_tiles import make_load_with_o as load_with_o
     from fa_numba.parts.mma.row_tiles import make_take as take
 class scores:
-    from fa_numba.parts.bias import make_read_bias as read_bias
+    from fa_numba.parts.bias import make_read_bias_or_state as read_bias_or_state
     from fa_numba.parts.scores import make_scale_and_mask as scale_and_mask
     from fa_numba.parts.scores import make_scale_and_mask_all as scale_and_mask_all
     from fa_numba.parts.scores import make_scale_bias_and_mask as scale_bias_and_mask

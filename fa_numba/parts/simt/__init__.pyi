@@ -55,7 +55,7 @@ class products:
     from fa_numba.parts.simt.products import make_store_p as store_p
     from fa_numba.parts.simt.products import make_value_scores as value_scores
 class scores:
-    from fa_numba.parts.bias import make_read_bias as read_bias
+    from fa_numba.parts.bias import make_read_bias_or_state as read_bias_or_state
     from fa_numba.parts.scores import make_scale_and_mask as scale_and_mask
     from fa_numba.parts.scores import make_scale_and_mask_all as scale_and_mask_all
     from fa_numba.parts.scores import make_scale_bias_and_mask as scale_bias_and_mask

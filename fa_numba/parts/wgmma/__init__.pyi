@@ -42,7 +42,7 @@ class fa1_gradients:
     from fa_numba.parts.wgmma.fa1_gradients import make_write_dq as write_dq
     from fa_numba.parts.wgmma.fa1_gradients import make_write_pass_word as write_pass_word
 class fa1_state:
-    from fa_numba.parts.wgmma.fa1_state import make_block as block
+    from fa_numba.parts.wgmma.fa1_state import make_block_rows as block_rows
     from fa_numba.parts.wgmma.fa1_state import make_end_pass as end_pass
     from fa_numba.parts.wgmma.fa1_state import make_initialise as initialise
     from fa_numba.parts.wgmma.fa1_state import make_load_output as load_output
@@ -193,7 +193,7 @@ class scheduler:
     from fa_numba.parts.wgmma.scheduler import make_take_columns as take_columns
     from fa_numba.parts.wgmma.scheduler import make_wait_late as wait_late
 class scores:
-    from fa_numba.parts.bias import make_read_bias as read_bias
+    from fa_numba.parts.bias import make_read_bias_or_state as read_bias_or_state
     from fa_numba.parts.scores import make_scale_and_mask as scale_and_mask
     from fa_numba.parts.scores import make_scale_and_mask_all as scale_and_mask_all
     from fa_numba.parts.scores import make_scale_bias_and_mask as scale_bias_and_mask

@@ -66,14 +66,14 @@ def make_draw_tile(spec):
 
 @part
 def make_read_drawn(spec):
-    """``read_drawn(rB, stage)``: this consumer thread's bits of a slot."""
+    """``read_drawn(rBits, stage)``: this consumer thread's bits of a slot."""
     WORDS, THREADS, (AT_B, NB) = spec.drawn_words, spec.drawing_threads, spec.drawn_span
 
-    def read_drawn(rB, stage):
+    def read_drawn(rBits, stage):
         sB, own = index_tile(AT_B, NB), uint32(uint32(cuda.threadIdx.x) - GROUP)
         place = uint32(stage * (WORDS * THREADS) + own)
         for word in range(WORDS):
-            rB[word] = sB[uint32(place + THREADS * word)]
+            rBits[word] = sB[uint32(place + THREADS * word)]
 
     return read_drawn
 

@@ -121,14 +121,16 @@ def make_write_pass_word(spec):
 
 @part
 def make_read_pass_word(spec):
-    """``read_pass_word(rB, shared, slot)``: what the slot says of the visit; in rB the state of the
-    tile's block.
+    """Make ``read_pass_word(rBS, shared, slot)``, which reads the word of a visit from the slot.
+
+    ``rBS[0]`` gets the state of the tile's block if a ``mask_mod`` needs it. Without a block mask
+    the result is 0, and the functions that take a ``visit`` ignore it.
     """
     sparse, read = spec.features.sparse, make_read_word(spec)
 
-    def read_pass_word(rB, shared, slot):
+    def read_pass_word(rBS, shared, slot):
         if sparse:
-            return read(rB, shared.words, uint32(2 * slot.stage))
+            return read(rBS, shared.words, uint32(2 * slot.stage))
         return uint32(0)
 
     return read_pass_word

@@ -55,25 +55,25 @@ from fa_numba.tiling.wgmma_fa1 import FLOAT_PANEL
 
 
 @part
-def make_block(spec):
-    """``block(Q, K, group, split_rows, options)``: a block's head, and its rows of it."""
+def make_block_rows(spec):
+    """``block_rows(Q, K, group, split_rows, options)``: a block's head, and its rows of it."""
     head_of, own_rows, rows_of = make_head(spec), make_own_rows(spec), make_rows_of(spec)
 
-    def block(Q, K, group, split_rows, options):
+    def block_rows(Q, K, group, split_rows, options):
         head = head_of(Q, K, group, options)
         i_first, i_last = own_rows(split_rows, rows_of(Q.shape[2], head))
         return BlockRows(head, i_first, i_last)
 
-    return block
+    return block_rows
 
 
 @part
 def make_out(spec):
-    """``out(O, A, L, l, m, schedule)``: the arrays that a block writes, l and m of its head."""
+    """``out(O, A, L, l, m, block_rows)``: the arrays that a block writes, l and m of its head."""
     query_rows = make_query_rows(spec)
 
-    def out(O, A, L, l, m, schedule):
-        head, _, i_last = schedule
+    def out(O, A, L, l, m, block_rows):
+        head, _, i_last = block_rows
         return BlockOut(O, A, L, query_rows(l, head), query_rows(m, head), i_last)
 
     return out
@@ -81,13 +81,13 @@ def make_out(spec):
 
 @part
 def make_passes(spec):
-    """``passes(schedule)``: a block's head; the first column tile that it makes a pass over, and
+    """``passes(block_rows)``: a block's head; the first column tile that it makes a pass over, and
     one past the last column; its first row, and one past its last valid one.
     """
     column_passes = make_column_passes(spec)
 
-    def passes(schedule):
-        head, i_first, i_last = schedule
+    def passes(block_rows):
+        head, i_first, i_last = block_rows
         j0, j_end = column_passes(i_first, i_last, head)
         return head, j0, j_end, i_first, uint32(min(i_last, head.Nq))
 
@@ -96,20 +96,25 @@ def make_passes(spec):
 
 @part
 def make_load_output(spec):
-    """``load_output(shared, A, i0, starts, head, slot, passed)``: a consumer's rows of Oi, to its
-    part of a slot, once that is empty and the pass before has written them: ``passed`` is the
-    consumer and the phase. Not where the visit ``starts`` Oi, nor of planes (``read_output``).
+    """Make ``load_output(shared, A, i0, starts, head, slot, w, written_phase)``, which loads O
+    (Hopper).
+
+    It loads the rows of Oi that belong to consumer ``w`` into the consumer's part of a slot. It
+    first waits until this part is empty, and until the consumer has written its rows of O in the
+    pass before. ``written_phase`` is the phase of the barrier for that. If the visit starts from O
+    = 0 (``starts``), it only marks the part as full. With planes it does nothing, because
+    ``read_output`` reads O.
     """
     (_, _, _, o, written), ROWS = spec.pipelines, GROUP_ROWS
     boxes = spec.Br, spec.float_panels, FLOAT_PANEL, spec.tile_floats
     load, acquire, commit = make_own_tile(*boxes, o, whole_box), make_acquire(o), make_commit(o)
-    own_of, wait_written, in_place = make_own(o), make_wait(written), spec.planes > 1
+    own_of, first_written, in_place = make_own(o), written.full, spec.planes > 1
 
-    def load_output(shared, A, i0, starts, head, slot, passed):
-        bars, w = shared.bars, passed.stage
+    def load_output(shared, A, i0, starts, head, slot, w, written_phase):
+        bars = shared.bars
         if not in_place:
             acquire(bars, own_of(slot, w))
-            wait_written(bars, passed)
+            wait_mbarrier(bars, uint32(first_written + w), written_phase)
             if not starts:
                 load(shared.sO, A, uint32(i0 + ROWS * w), head, bars, slot, w)
             else:
@@ -156,15 +161,15 @@ def make_own_ahead(spec):
 
 @part
 def make_read_named(spec):
-    """``read_named(rB, shared, slot, w, ahead)``: the visit's word, the row tile after it, and
-    whether its own sees more; by the slot's word, with the block's state in rB, or by ``ahead``.
+    """``read_named(rBS, shared, slot, w, ahead)``: the visit's word, the row tile after it, and
+    whether its own sees more; by the slot's word, with the block's state in rBS, or by ``ahead``.
     """
     named, read, GROUPS = spec.slots_name_next, make_read_word(spec), spec.consumers
 
-    def read_named(rB, shared, slot, w, ahead):
+    def read_named(rBS, shared, slot, w, ahead):
         i_next, more = ahead
         if named:
-            visit = read(rB, shared.words, uint32(slot.stage * GROUPS + w))
+            visit = read(rBS, shared.words, uint32(slot.stage * GROUPS + w))
             return visit, next_by(visit), more_by(visit)
         return i_next, i_next, more
 

@@ -408,11 +408,11 @@ def _make_ds_of_modified(spec):
 
     @device_function
     def values_of(given, e):
-        _, sL, at, rB = given
+        _, sL, at, rBits = given
         place, kept = uint32(at + e % TM // 4 * 16 + e % 4), True
         if dropout:
             row = e % TM
-            kept = (rB[row // 16] >> uint32(row % 16 + 16 * (e // TM))) & uint32(1) != uint32(0)
+            kept = (rBits[row // 16] >> uint32(row % 16 + 16 * (e // TM))) & uint32(1) != uint32(0)
         return sL[place], sL[uint32(place + Br)], kept
 
     p_and_ds, (SUMS, PLACES) = (
@@ -423,11 +423,11 @@ def _make_ds_of_modified(spec):
 
     def ds_of_columns(rdS, rP, rdP, rS, sL, at, tile):
         sums = cuda.local.array(SUMS, float32), cuda.local.array(PLACES, uint32)
-        rB = cuda.local.array(WORDS, uint32)
+        rBits = cuda.local.array(WORDS, uint32)
         start_sums(sums)
         if dropout:
-            read_drawn(rB, uint32(at // uint32(2 * Br)))
-        p_and_ds(rdP, rS, (sums, sL, uint32(at + 4 * tile.thread.ty), rB), tile)
+            read_drawn(rBits, uint32(at // uint32(2 * Br)))
+        p_and_ds(rdP, rS, (sums, sL, uint32(at + 4 * tile.thread.ty), rBits), tile)
         add_sums(sums, tile.head)
         for e in range(0, COUNT, 2):
             rdS[e // 2] = pack(rdP[e], rdP[e + 1])

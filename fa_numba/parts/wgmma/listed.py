@@ -26,14 +26,20 @@ def make_word(spec):
 
 @part
 def make_read_word(spec):
-    """``read(rB, words, at)``: what comes after a tile; in rB its state, as of ``read_bias``."""
+    """Make ``read(rBS, words, at)``, which reads the word that the loader of a tile has left in its
+    slot.
+
+    The result is what comes after the tile. With ``spec.reads_state``, ``rBS[0]`` gets the state of
+    the tile's block, as ``read_bias_or_state`` would store it. All lanes of the warp must call the
+    function together.
+    """
     reads_state, below = spec.reads_state, (1 << STATE_AT) - 1
 
-    def read(rB, words, at):
+    def read(rBS, words, at):
         word = words[at]
         cuda.syncwarp()  # one thread says for its warp that the slot is read
         if reads_state:
-            rB[0] = float32(uint32(word >> uint32(STATE_AT)))
+            rBS[0] = float32(uint32(word >> uint32(STATE_AT)))
             word = uint32(word & uint32(below))
         return word
 

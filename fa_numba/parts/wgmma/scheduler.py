@@ -252,14 +252,14 @@ def make_name_next(spec):
 
 @part
 def make_look_ahead(spec):
-    """``look_ahead(rB, schedule, stage, j0)``: for ``step`` the column tile after the one at j0,
-    where K's slot names it, and in rB the state of that at j0; else j0.
+    """``look_ahead(rBS, schedule, stage, j0)``: for ``step`` the column tile after the one at j0,
+    where K's slot names it, and in rBS the state of that at j0; else j0.
     """
     named, first, read = spec.slots_name_next, WORK_WORDS * spec.q_stages, make_read_word(spec)
 
-    def look_ahead(rB, schedule, stage, j0):
+    def look_ahead(rBS, schedule, stage, j0):
         if named:
-            return read(rB, schedule.words, uint32(first + stage))
+            return read(rBS, schedule.words, uint32(first + stage))
         return j0
 
     return look_ahead
