@@ -1,3 +1,3 @@
-"""Device functions that kernels share, one idea a file, specialised at compile time."""
+"""Device functions that kernels share, one topic per module. Each is compiled for one spec."""
 
 from fa_numba.parts.namespace import bind as bind

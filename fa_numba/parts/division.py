@@ -1,8 +1,12 @@
-"""Integers divided by one that all threads share, as Python rounds: by a product, not a division.
+"""Integer division by a divisor that all threads share, without a division instruction.
 
-With M = (2^32 - 1) // D, the upper half of n M is n // D or one less, for 0 <= n < 2^31. Numba's
-own `//` divides in 64 bits, some 100 instructions for each element of a tile. A divisor d, and what
-a negative one divides, are above -2^31, whose negative is no int32.
+The results are rounded as in Python: ``//`` rounds down, and the sign of ``%`` is the sign of the
+divisor. A product with the inverse M = (2^32 - 1) // D of the divisor's size D replaces the
+division. The upper 32 bits of n M are n // D or one less, for 0 <= n < 2^31. Numba's own ``//``
+divides in 64 bits, which takes about 100 instructions for each element of a tile.
+
+A divisor must be above -2^31. If the divisor is negative, the dividend must be above -2^31 too,
+because -(-2^31) is no int32.
 """
 
 from fa_numba import mods
@@ -11,13 +15,19 @@ from fa_numba.device import device_function, int32, uint32, uint64
 
 @device_function
 def _size(d):
-    """|d|, and 1 for 0, by which every quotient and rest is 0."""
+    """Return the absolute value of d, or 1 if d is 0. With size 1, ``_parts`` returns 0 and 0 for d
+    = 0.
+    """
     return uint32(max(int32(1), int32(abs(d))))
 
 
 @device_function
 def _parts(x, d, inverse):
-    """x // d and x - d (x // d) / sign(d), which is not below 0."""
+    """Return the quotient x // d, and the remainder x - d (x // d) multiplied by the sign of d.
+
+    The second result is never negative. ``inverse`` is (2^32 - 1) // |d|, as ``divisor`` computes
+    it. Both results are 0 if d is 0.
+    """
     size = _size(d)
     turned = int32(x if d > int32(0) else -x)
     turned = turned if d != int32(0) else int32(0)
@@ -35,14 +45,14 @@ divisor = device_function(mods.divisor)
 
 @device_function
 def floor_divide(x, d, inverse):
-    """x // d; 0 for d = 0."""
+    """Return x // d, or 0 if d is 0. ``inverse`` is (2^32 - 1) // |d|."""
     whole, _ = _parts(x, d, inverse)
     return whole
 
 
 @device_function
 def modulo(x, d, inverse):
-    """x % d; 0 for d = 0."""
+    """Return x % d, or 0 if d is 0. ``inverse`` is (2^32 - 1) // |d|."""
     _, rest = _parts(x, d, inverse)
     return rest if d > int32(0) else int32(-rest)
 

@@ -1,7 +1,11 @@
-"""Dropout of P, drawn from an element's own place: nothing is stored.
+"""Dropout of P, with random numbers that depend only on the seed and the position of an element.
 
-Dropped elements of a tile in registers change their sign, as P itself is never negative: what is
-to be kept and what P was can both be told from then on.
+The backward pass draws the same numbers again, so that no mask is stored. One draw gives the random
+bits of eight elements: 2 rows, APART = 8 rows apart, and 4 columns, 8 columns apart.
+
+P is never negative. A dropped element of P therefore gets a negative sign in its register. From
+then on the register contains both facts: the value of P, and whether the element is dropped.
+``kept`` converts such a marked element to the weight that the product with V needs.
 """
 
 from functools import cache
@@ -21,7 +25,11 @@ _philox = device_function(masks.make_philox(uint32, uint64))
 
 @device_function
 def draw(row, col, head):
-    """The four random words that this element shares with seven others."""
+    """Return the four random 32-bit words of the draw that contains element (row, col).
+
+    The draw belongs to this element and seven others. It depends on the positions, the batch entry,
+    the query head, the seed and the offset.
+    """
     across = uint32(uint32(col // uint32(APART * DRAW_COLUMNS)) * uint32(APART))
     down = uint32(uint32(row // uint32(APART * DRAW_ROWS)) * uint32(APART))
     across = uint32(across + col % uint32(APART))
@@ -33,13 +41,17 @@ def draw(row, col, head):
 
 @device_function
 def _lower(word):
-    """The lower half of a word in the place of its upper one."""
+    """Return the lower half of a word, moved to the upper half."""
     return uint32(word << uint32(16))
 
 
 @device_function
 def _keeps(words, row, col, threshold):
-    """Whether dropout keeps the element, one of the eight that the words are of."""
+    """Return whether dropout keeps element (row, col).
+
+    ``words`` is the draw that contains the element. The element's 16 random bits are compared with
+    ``threshold``.
+    """
     second = uint32(row // uint32(APART)) % uint32(DRAW_ROWS) != uint32(0)
     n = uint32(col // uint32(APART)) % uint32(DRAW_COLUMNS)
     first, last = words[0], words[1]
@@ -51,14 +63,17 @@ def _keeps(words, row, col, threshold):
 
 @device_function
 def keeps(row, col, head):
-    """Whether dropout keeps this element."""
+    """Return whether dropout keeps element (row, col) of a head. Standard attention uses it."""
     return _keeps(draw(row, col, head), row, col, uint32(head.options.threshold))
 
 
 @part
 def _make_dropped(rows, columns, column_step):
-    """``dropped(words, row, col, threshold)``: a bit for each element of a draw that a thread has,
-    row by row, 1 where it is dropped; the first is at (row, col).
+    """Make ``dropped(words, row, col, threshold)``, which returns one bit per element of a draw.
+
+    A thread holds ``rows`` x ``columns`` elements of the draw ``words``. The bits are in row order,
+    and a bit is 1 if its element is dropped. The first element is at (row, col). Neighbouring rows
+    of the draw are APART rows apart, and neighbouring columns ``column_step`` columns.
     """
     # Bits of a place that say which of the draw's elements; those of the others are known.
     ROW = APART * DRAW_ROWS - 1 - APART * (rows - 1)
@@ -76,7 +91,7 @@ def _make_dropped(rows, columns, column_step):
 
 
 def _shared(spec):
-    """How many rows, and columns, of a draw a thread has in one of its sets of registers."""
+    """Return how many rows and columns of one draw a thread holds in its registers."""
     RW, CW, step = spec.row_width, spec.column_width, spec.column_step
     rows = DRAW_ROWS if spec.row_step == APART and spec.TM % (2 * RW) == 0 else 1
     columns = APART * DRAW_COLUMNS
@@ -87,7 +102,9 @@ def _shared(spec):
 
 @part
 def make_drop(spec):
-    """``drop(rP, tile)``: the dropped elements of P change sign."""
+    """Make ``drop(rP, tile)``, which makes the dropped elements of P negative. Without dropout it
+    does nothing.
+    """
     dropout, begin = spec.features.dropout, _make_drop_from(spec, 0)
 
     def drop(rP, tile):
@@ -99,9 +116,12 @@ def make_drop(spec):
 
 @part
 def _make_drop_from(spec, first):
-    """``drop_from(rP, tile)``: the elements of a thread's draws from number ``first`` on, some
-    draws at a time. Their bits are collected first: a loop over draws need not be unrolled, as one
-    over registers must.
+    """Make ``drop_from(rP, tile)``, which marks the elements of a thread's draws from number
+    ``first`` on.
+
+    The function handles one draw, or up to eight draws, and calls the next function of this kind
+    for the rest. It first collects the bits of all its draws in one integer. The loop over draws
+    can then stay a loop, whereas a loop over registers has to be unrolled.
     """
     (EI, EJ), RW, CW = spec.element_steps, spec.row_width, spec.column_width
     row_of, column_of, warp_column = make_row(spec), make_column(spec), make_warp_column(spec)
@@ -140,13 +160,22 @@ def _nothing(rP, tile):
 
 @cache
 def make_kept(spec):
-    """``kept(p, options)``: what an element of P marked by ``drop`` weighs."""
+    """Make ``kept(p, options)``, which returns the weight of an element of P that ``drop`` has
+    marked.
+
+    The weight is 0 for a dropped element, and p / (1 - dropout_p) for a kept one. Without dropout
+    it is p.
+    """
     return kept_if(spec.features.dropout)
 
 
 @part
 def make_scale_kept(spec):
-    """``scale_kept(rO, options)``: O / (1 - p), of a sum over what dropout kept."""
+    """Make ``scale_kept(rO, options)``, which multiplies O by 1 / (1 - dropout_p).
+
+    Use it if the sum O contains the kept elements of P without this factor. Without dropout it does
+    nothing.
+    """
     RO, dropout = spec.TM * spec.DN * 4, spec.features.dropout
 
     def scale_kept(rO, options):
@@ -159,7 +188,7 @@ def make_scale_kept(spec):
 
 @part
 def kept_if(dropout):
-    """``kept(p, options)``; without ``dropout`` an element weighs what it is."""
+    """Make ``kept(p, options)`` of ``make_kept``, for a compile-time flag ``dropout``."""
 
     def kept(p, options):
         if dropout:

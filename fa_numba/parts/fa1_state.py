@@ -1,4 +1,4 @@
-"""What FlashAttention-1 leaves of the l and m that it passed through global memory: L."""
+"""The logsumexp of FlashAttention-1, computed after the last pass from l and m in global memory."""
 
 from fa_numba.device import uint32
 from fa_numba.parts.grid import make_query_rows
@@ -9,8 +9,11 @@ from fa_numba.parts.values import make_read, make_write
 
 @part
 def make_write_logsumexp(spec):
-    """``write_logsumexp(rl, rm, L, state, row0, rows_end, head, thread)``: L of a head's rows from
-    their l and m in global memory, where the caller wants it.
+    """Make ``write_logsumexp(rl, rm, L, state, row0, rows_end, head, thread)``, which writes L.
+
+    It reads l and m of the head's rows from ``row0`` to ``rows_end`` and writes L = m + log l.
+    ``rl`` and ``rm`` are registers that it may overwrite. ``state`` is any record with the fields l
+    and m. It does nothing if the call does not return L.
     """
     query_rows = make_query_rows(spec)
     Br, logsumexp, return_lse = spec.Br, make_logsumexp(spec), spec.return_lse

@@ -1,4 +1,8 @@
-"""From dP to dS, element by element: softmax, bias, slopes of scores; dK and dV in registers."""
+"""The step from dP to dS in registers, and operations on dK and dV, for all units.
+
+The step includes the softmax, the bias, and the derivatives of a cap and of the user's
+``score_mod``.
+"""
 
 from fa_numba.device import float32, uint32
 from fa_numba.intrinsics.arithmetic import NEG_INF
@@ -11,11 +15,16 @@ from fa_numba.parts.namespace import part
 
 @part
 def make_of_scores(spec):
-    """``of_scores(rdP, rP, rD, rG, tile)``.
+    """Make ``of_scores(rdP, rP, rD, rG, tile)``, which computes dS = P o (dP - D) in place of dP.
 
-    dS = P o (dP - D), in place of dP: added to dbias and to gradients of what the caller's function
-    captures where asked for, and times the slopes of a cap and of that. P as ``drop`` has marked
-    it; dP in scaled planes' units.
+    - ``rP`` holds P, with dropped elements negative (``drop``).
+    - ``rD: (TM,)`` holds D of each row.
+    - ``rG`` holds the derivatives of the cap and of ``score_mod``, as ``slopes`` leaves them.
+
+    dS before these derivatives is also added to ``dbias`` and to the gradients of the arrays that
+    ``score_mod`` captures, if the call wants them. Then dS is multiplied by the derivatives. If dP
+    is a product of scaled planes, it is first multiplied by the powers of two that undo the
+    scaling.
     """
     TM, TN, (EI, EJ), features = spec.TM, spec.TN, spec.element_steps, spec.features
     row_of, column_of = make_row(spec), make_column(spec)
@@ -57,9 +66,12 @@ def make_of_scores(spec):
 
 @part
 def make_less_dlse(spec):
-    """``less_dlse(D, l, head, row)``: with a gradient dL of the row's logsumexp l, D - dL in the
-    place of D, since dS = P o (dP - D + dL). In a row whose l is -inf, D stays. Such a row sees no
-    column and has no sink.
+    """Make ``less_dlse(D, l, head, row)``, which returns D - dL, with the gradient dL of the
+    logsumexp.
+
+    ``l`` is the logsumexp of the row. The gradient of the scores is dS = P o (dP - D + dL), so that
+    D - dL replaces D. The result is D if the call has no dL, and in rows with l = -inf. Such a row
+    sees no column and has no sink.
     """
     dlse, query_rows = spec.features.dlse, make_query_rows(spec)
 
@@ -76,7 +88,10 @@ def make_less_dlse(spec):
 
 @part
 def make_row_less_dlse(spec):
-    """``row_less_dlse(D, head, row)``: ``less_dlse`` of a row whose logsumexp it reads."""
+    """Make ``row_less_dlse(D, head, row)``, which returns D - dL of a row.
+
+    It works as ``less_dlse``, but reads the row's logsumexp from ``options.L``.
+    """
     dlse, query_rows, less_dlse = spec.features.dlse, make_query_rows(spec), make_less_dlse(spec)
 
     def row_less_dlse(D, head, row):
@@ -90,7 +105,7 @@ def make_row_less_dlse(spec):
 
 @part
 def make_start_columns(spec):
-    """``start_columns(rdK, rdV)``: dK = 0, dV = 0."""
+    """Make ``start_columns(rdK, rdV)``, which sets dK = 0 and dV = 0 in registers."""
     RK, RV = spec.column_registers, getattr(spec, "of_values", spec).column_registers
 
     def start_columns(rdK, rdV):
@@ -109,7 +124,9 @@ def make_start_columns(spec):
 
 @part
 def make_scale_columns(spec):
-    """``scale_columns(rT, factor)``: factor T."""
+    """Make ``scale_columns(rT, factor)``, which multiplies dK (or dV) in registers by
+    ``factor``.
+    """
     RK = spec.column_registers
 
     def scale_columns(rT, factor):

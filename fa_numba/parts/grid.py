@@ -1,7 +1,8 @@
-"""Whose rows and columns a block works on: batch entry and heads, and a sequence's rows in an
-array.
+"""Which batch entry, heads and rows a thread block computes, by its number in the grid.
 
-``spec`` is any record with ``features`` and, for ``heads`` and ``query_heads``, ``grouped``.
+The module also finds the rows of one sequence and head in an array. ``spec`` can be any record with
+the field ``features``. The functions ``head`` and ``heads_of_group`` also need ``grouped``: whether
+several query heads share a K/V head. A few functions need ``tile_heads`` or ``head_rows``.
 """
 
 from fa_numba.device import cuda, device_function, uint32
@@ -11,8 +12,11 @@ from fa_numba.parts.records import Head
 
 @part
 def make_row_tile(spec):
-    """``row_tile(options)``: the first row of this block's row tile, and which share of the columns
-    it takes. The tiles with most columns go first: a shorter tail.
+    """Make ``row_tile(options)``, which returns this block's row tile in FA-2's forward pass.
+
+    The result is the number of the tile's first row, and the number of the key split that the block
+    computes (0 without key splits). With a causal mask, the last row tiles have the most columns.
+    The grid starts with them, so that the last blocks to run are short.
     """
     ROWS, splits = spec.head_rows, spec.features.splits
 
@@ -28,8 +32,13 @@ def make_row_tile(spec):
 
 @part
 def make_rows_of_split(spec):
-    """``rows_of_split(X, split, head)``: of A, l or m the rows that a split of one sequence and
-    head has written. Where heads share a tile h counts groups of them, whose rows alternate.
+    """Make ``rows_of_split(X, split, head)``, which returns the rows that one key split has
+    written.
+
+    ``X`` is A, l or m in the workspace: the unnormalised O, the softmax sums, or the maxima of all
+    splits. The result is the part of X for one split, one sequence and one head. If several query
+    heads share a tile, ``head.h`` counts groups of heads, and the rows of the heads in a group
+    alternate.
     """
     packed, heads = spec.features.packed, spec.tile_heads
 
@@ -44,7 +53,10 @@ def make_rows_of_split(spec):
 
 @part
 def make_query_rows(spec):
-    """``query_rows(A, head)``: the rows of a head in an array of queries: Q, O, dO, L, D, ..."""
+    """Make ``query_rows(A, head)``, which returns the rows of one head and one sequence in ``A``.
+
+    ``A`` has one row per query: Q, O, dO, L, D or a gradient.
+    """
     packed = spec.features.packed
 
     def query_rows(A, head):
@@ -58,8 +70,11 @@ def make_query_rows(spec):
 
 @part
 def make_key_rows(spec):
-    """``key_rows(A, head)``: the rows of its K/V head in K, V, dK or dV. Of pages: all of them, the
-    head, and the numbers of those that the sequence has.
+    """Make ``key_rows(A, head)``, which returns the rows of the head's K/V head in ``A``: K, V, dK
+    or dV.
+
+    If K and V are stored in pages, the result is a tuple instead: the array of all pages, the K/V
+    head, and the sequence's row of the block table.
     """
     packed, paged = spec.features.packed, spec.features.page_size > 0
 
@@ -77,7 +92,10 @@ def make_key_rows(spec):
 
 @part
 def make_query_end(spec):
-    """``query_end(head)``: where the rows of a sequence end in an array of queries."""
+    """Make ``query_end(head)``, which returns one past the last valid row of a sequence of queries.
+
+    For packed sequences the number counts rows of the array. Otherwise it is ``head.Nq``.
+    """
     packed = spec.features.packed
 
     def query_end(head):
@@ -90,7 +108,10 @@ def make_query_end(spec):
 
 @part
 def make_key_end(spec):
-    """``key_end(head)``: where the rows of a sequence end in an array of keys."""
+    """Make ``key_end(head)``, which returns one past the last valid row of a sequence of keys.
+
+    For packed sequences the number counts rows of the array. Otherwise it is ``head.Nk``.
+    """
     packed = spec.features.packed and not spec.features.page_size
 
     def key_end(head):
@@ -103,8 +124,11 @@ def make_key_end(spec):
 
 @part
 def make_lengths(spec):
-    """``lengths(rows, columns, b, options)``: Nq and Nk of batch entry b, of arrays with so many
-    rows of Q and of K: the valid ones.
+    """Make ``lengths(rows, columns, b, options)``, which returns the valid lengths Nq and Nk of
+    batch entry b.
+
+    ``rows`` and ``columns`` are the numbers of rows of the arrays Q and K. The valid lengths are
+    smaller if the call passes lengths (``q_lens``, ``kv_lens``) or packed sequences.
     """
     features = spec.features
     packed, q_lens, kv_lens = features.packed, features.q_lens, features.kv_lens
@@ -128,10 +152,13 @@ def make_lengths(spec):
 
 @part
 def make_head(spec):
-    """``head(Q, K, group, options)``: the head of a block of a (.., Hq, B) grid.
+    """Make ``head(Q, K, group, options)``, which returns the ``Head`` that this thread block
+    computes.
 
-    The K/V head is h // group. Without groups it is h itself: a quotient would take registers of
-    every thread. Where query heads of a K/V head share a tile, h counts such groups of them.
+    The grid is (any, query heads, batch entries). ``group`` is the number of query heads per K/V
+    head, and the K/V head is h // group. If ``spec.grouped`` is false, the K/V head is h, and the
+    kernel saves the registers of the division. If several query heads share a tile, h counts groups
+    of ``spec.tile_heads`` query heads.
     """
     grouped, lengths, of_tile = spec.grouped, make_lengths(spec), spec.tile_heads
 
@@ -151,8 +178,12 @@ def make_head(spec):
 
 @part
 def make_query_head(spec):
-    """``query_head(rows, columns, options)``: the query head of a block of a (.., Hq, B) grid,
-    where no K/V head is asked for.
+    """Make ``query_head(rows, columns, options)``, which returns the query head of this thread
+    block.
+
+    The grid is (any, query heads, batch entries). Use it in kernels that read neither K nor V: the
+    field ``hk`` of the result is the query head, not the K/V head. ``rows`` and ``columns`` are the
+    array lengths for ``lengths``.
     """
     lengths = make_lengths(spec)
 
@@ -167,10 +198,12 @@ def make_query_head(spec):
 
 @part
 def make_heads_of_group(spec):
-    """``heads_of_group(Q, K, group, options)``: the first query head of the K/V head of a block of
-    a (.., Hk, B) grid, and how many there are.
+    """Make ``heads_of_group(Q, K, group, options)``, which returns the query heads of a block's K/V
+    head.
 
-    Without groups there is one, known when the kernel is compiled: no loop over heads is left.
+    The grid is (any, K/V heads, batch entries). The result is the ``Head`` of the first query head,
+    and the number of query heads. If ``spec.grouped`` is false, the number is 1 at compile time, so
+    that the compiler removes the loop over heads.
     """
     grouped, lengths = spec.grouped, make_lengths(spec)
 
@@ -187,11 +220,11 @@ def make_heads_of_group(spec):
 
 @device_function
 def head_after(head, g):
-    """The query head that comes g after another of its group."""
+    """Return the query head that comes g heads after ``head`` in the same group."""
     return Head(head.b, uint32(head.h + g), head.hk, head.Nq, head.Nk, head.options)
 
 
 @device_function
 def member(first, h):
-    """Query head h of the same K/V head."""
+    """Return query head h of the group whose first query head is ``first``."""
     return Head(first.b, h, first.hk, first.Nq, first.Nk, first.options)

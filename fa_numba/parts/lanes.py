@@ -1,4 +1,8 @@
-"""What lanes of a warp have between them: so many ``lanes``, ``step`` apart; each gets it."""
+"""Sums and maxima over lanes of a warp.
+
+The functions combine values of ``lanes`` lanes (a power of two) that are ``step`` lanes apart.
+Every lane gets the result. All lanes of the warp must call the function together.
+"""
 
 from fa_numba.device import cuda, device_function
 from fa_numba.intrinsics.arithmetic import maximum
@@ -8,6 +12,7 @@ FULL_WARP = 0xFFFFFFFF
 
 @device_function
 def sum_of_lanes(x, lanes, step):
+    """Return the sum of x over ``lanes`` lanes of the warp that are ``step`` lanes apart."""
     lane = lanes // 2 * step
     while lane >= step:
         x += cuda.shfl_xor_sync(FULL_WARP, x, lane)
@@ -17,6 +22,7 @@ def sum_of_lanes(x, lanes, step):
 
 @device_function
 def max_of_lanes(x, lanes, step):
+    """Return the maximum of x over ``lanes`` lanes of the warp that are ``step`` lanes apart."""
     lane = lanes // 2 * step
     while lane >= step:
         x = maximum(x, cuda.shfl_xor_sync(FULL_WARP, x, lane))

@@ -1,9 +1,13 @@
-"""Which rows and columns of a tile of S a thread owns, and in which register each element is.
+"""Which elements of a tile of S a thread holds, and in which registers.
 
-Element (i, j) of thread (ty, tx) stands in row ``row(ty, i)`` and column ``column(tx, j)`` of the
-tile, and in register i EI + j EJ with EI, EJ = ``spec.element_steps``. Where the warps of a block
-split the keys, each has all rows of S for the columns from ``warp_column()`` on, and ``column``
-counts from there.
+A tile of S has Br rows and Bc columns. Thread (ty, tx) holds TM rows and TN columns of the tile.
+Element (i, j) of a thread is the element in the thread's row number i and column number j.
+
+- The row of element (i, j) in the tile is ``row(ty, i)``. The column is ``column(tx, j)``.
+- The register of element (i, j) is number i EI + j EJ, with ``EI, EJ = spec.element_steps``.
+
+If the warps of a thread block split the keys, each warp computes all rows of S for a part of the
+columns. The part begins at column ``warp_column()``, and ``column`` counts from there.
 """
 
 from functools import cache
@@ -15,22 +19,29 @@ from fa_numba.parts.records import Tile
 
 @cache
 def make_row(spec):
-    """``row(ty, i)``: the place in a tile of S of a thread's row i; where heads share the tile, the
-    row of its head.
+    """Make ``row(ty, i)``, which returns the row in a tile of S that is row number i of a thread.
+
+    The row is a number from 0 to Br - 1. If several query heads share the tile
+    (``spec.tile_heads``), the rows of the heads alternate, and ``row`` returns the number of the
+    row within its head.
     """
     return _make_place(spec.row_width, spec.row_step, spec.tile_heads)
 
 
 @cache
 def make_column(spec):
-    """``column(tx, j)``: the place in a tile of S of a thread's column j."""
+    """Make ``column(tx, j)``, which returns the column in a tile of S that is column number j of a
+    thread.
+    """
     return _make_place(spec.column_width, spec.column_step)
 
 
 @part
 def make_head_of_row(spec):
-    """``head_of_row(head, ty, i)``: the query head of a thread's row i, which others may share the
-    tile with.
+    """Make ``head_of_row(head, ty, i)``, which returns the query head of a thread's row number i.
+
+    If several query heads share a tile (``spec.tile_heads``), ``head.h`` counts groups of that many
+    heads, and the rows of the heads alternate. Otherwise ``head_of_row`` returns ``head.h``.
     """
     width, step, heads = spec.row_width, spec.row_step, spec.tile_heads
 
@@ -45,8 +56,11 @@ def make_head_of_row(spec):
 
 @part
 def _make_place(width, step, heads=1):
-    """``width`` neighbours each, ``step`` from the first of them to the next; as rows of one of
-    ``heads``.
+    """Make ``place(thread, n)``, which returns the row or column that is number n of a thread.
+
+    A thread holds runs of ``width`` neighbouring rows (or columns). The runs begin ``step`` rows
+    apart. ``thread`` is the row or column at which the thread's first run begins, divided by
+    ``width``. If ``heads`` query heads share the tile, the result is the row within its head.
     """
 
     def place(thread, n):
@@ -59,7 +73,11 @@ def _make_place(width, step, heads=1):
 
 @part
 def make_warp_column(spec):
-    """``warp_column()``: the first of this warp's columns of a tile of S; 0 where it has all."""
+    """Make ``warp_column()``, which returns the first column of a tile of S that this warp
+    computes.
+
+    It is 0 if every warp computes all columns.
+    """
     step = spec.warp_columns
 
     def warp_column():
@@ -72,7 +90,9 @@ def make_warp_column(spec):
 
 @part
 def make_warp_tile(spec):
-    """``warp_tile(tile)``: this warp's columns of a tile."""
+    """Make ``warp_tile(tile)``, which returns the tile moved to the first column that this warp
+    computes.
+    """
     warp_column = make_warp_column(spec)
 
     def warp_tile(tile):
@@ -83,7 +103,12 @@ def make_warp_tile(spec):
 
 @part
 def make_owns(spec):
-    """``owns(i)``: whether this warp is the one to read and write O, l and m of its rows i."""
+    """Make ``owns(i)``, which says whether this warp reads and writes O, l and m of its row number
+    i.
+
+    Normally every warp owns its rows. If the warps split the keys, all warps compute the same rows,
+    and row i belongs to warp i modulo the number of warps.
+    """
     shared, warps = spec.warp_columns > 0, spec.threads // 32
 
     def owns(i):

@@ -1,8 +1,18 @@
-"""The caller's functions on a tile of scores in registers: ``score_mod``, its slope, ``mask_mod``.
+"""The user's functions, applied to a tile of scores in registers: ``score_mod``, its slope,
+``mask_mod``.
 
-They are called for every element of the tile, those that read arrays there at the matrix's last row
-and column for places beyond it: without a branch, so that what two elements of a row or a column
-read alike is read once.
+The slope is the derivative of ``score_mod`` with respect to the score. ``mods.Text`` contains the
+source text of such a function for kernels. A function is called for every element of the tile,
+without a branch, so that two elements that need the same element of a captured array can share one
+load. A function that reads an array with the row or column as index gets the last row or column of
+the matrix for elements beyond it.
+
+Names in this module:
+
+- ``place`` is a tuple (row, column, origin) of an element. ``origin`` is the first of the thread's
+  rows or columns. ``_make_each`` says which.
+- ``kept`` is a tuple of two register arrays: sums of gradients that are added to global memory
+  later, and the positions of these sums.
 """
 
 import math
@@ -26,7 +36,11 @@ _distance = device_function(masks.distance)
 
 @part
 def make_apply_score_mod(spec, unit):
-    """``apply_score_mod(rS, scale, tile)``: rS to ``unit`` times score_mod of ``scale`` rS."""
+    """Make ``apply_score_mod(rS, scale, tile)``, which replaces S by ``unit`` times
+    score_mod(``scale`` S).
+
+    ``unit`` is log2(e) for scores in units of log2, or 1.
+    """
     RS, mod = spec.TM * spec.TN, spec.features.score_mod
     each = _make_each(spec, 0, _make_changed(spec, unit), _chunk_of(mod))
     score_factor = make_score_factor(mod and mod.value)
@@ -42,9 +56,14 @@ def make_apply_score_mod(spec, unit):
 
 @part
 def make_slopes(spec):
-    """``slopes(rG, rS, scale, tile)``: rG = the derivative of a score by scale S, that of the cap,
-    1 - tanh(scale S)^2, times that of score_mod; nothing where there is neither. And behind them
-    the scores that this is given, where gradients of what it captures are made of these.
+    """Make ``slopes(rG, rS, scale, tile)``, which sets rG to the derivatives of the scores.
+
+    rS holds the product Q KT. Each derivative is with respect to ``scale`` Q KT. It is the product
+    of the derivative of the cap, 1 - tanh(scale S)^2, and the derivative of ``score_mod``. If all
+    derivatives are 1, none is stored.
+
+    If the gradients of captured arrays depend on the scores before ``score_mod``, these scores are
+    stored in rG behind the derivatives.
     """
     RS, features = spec.TM * spec.TN, spec.features
     softcap, score_mod = features.softcap, features.slope_of is not None or features.keeps_scores
@@ -63,10 +82,17 @@ def make_slopes(spec):
 
 @cache
 def make_p_and_ds(spec, values_of, ds_of):
-    """``p_and_ds(rdP, rS, given, tile)``: scale S, -inf where it is hidden, to P = exp(S - L) of
-    the S that the cap, score_mod, slopes and a bias make of it; and dP to ``ds_of`` them, P o (dP -
-    D), times the first two's slope. ``values_of(given, e)`` finds L, in units of log2, and D of
-    element e's row, and whether dropout keeps it; ``given[0]`` are sums as in ``add_captured``.
+    """Make ``p_and_ds(rdP, rS, given, tile)``, which computes P in place of S, and dS in place of
+    dP.
+
+    On entry rS holds the scaled scores before the cap and ``score_mod``, and the number of
+    ``hidden_score`` in hidden elements. P is exp(S - L) of the scores after the cap, ``score_mod``,
+    ALiBi and the bias. dS is the result of ``ds_of``, P o (dP - D), multiplied by the derivatives
+    of the cap and of ``score_mod``.
+
+    - ``values_of(given, e)`` returns L in units of log2, D, and whether dropout keeps element e.
+    - ``ds_of(p, dp, d, options)`` returns an element of dS.
+    - ``given[0]`` contains the sums for the gradients of captured arrays, as in ``add_captured``.
     """
     of_one = _make_p_and_ds(spec, values_of, ds_of)
     return _make_each(spec, 0, of_one, _chunk_of(spec.features.score_mod))
@@ -74,15 +100,17 @@ def make_p_and_ds(spec, values_of, ds_of):
 
 @cache
 def make_pairs(spec, of_pair):
-    """``pairs(rG, rS, given, tile)``: ``of_pair(rG, rS, e, given, place, head)`` of the elements e
-    and e + 1 of two rows, for all of them; the place is that of e.
+    """Make ``pairs(rG, rS, given, tile)``, which calls ``of_pair`` for all pairs of elements.
+
+    A pair consists of the registers e and e + 1, which are in neighbouring rows. The call is
+    ``of_pair(rG, rS, e, given, place, head)``, with the place of element e.
     """
     return _make_each(spec, 0, of_pair, max(1, _chunk_of(spec.features.score_mod) // 2), rows=2)
 
 
 @part
 def make_hide(spec):
-    """``hide(rS, tile)``: scores become -inf where mask_mod says that they are not seen."""
+    """Make ``hide(rS, tile)``, which sets the scores to -inf that the user's ``mask_mod`` hides."""
     each = _make_each(spec, 0, _make_hidden(spec), _chunk_of(spec.features.mask_mod))
 
     def hide(rS, tile):
@@ -93,10 +121,15 @@ def make_hide(spec):
 
 @part
 def _make_each(spec, first, of_one, chunk, rows=1):
-    """``each(rG, rS, scale, tile)``: ``of_one(rG, rS, e, scale, place, head)`` of each element e
-    from number ``first`` on, in ``chunk`` at a time; a place is row, column and the first one of
-    the thread's rows or, if these are fewer, columns. With more ``rows`` of the first one of every
-    so many.
+    """Make ``each(rG, rS, scale, tile)``, which calls ``of_one`` for all elements from number
+    ``first`` on.
+
+    The call is ``of_one(rG, rS, e, scale, place, head)`` for element number e of the registers. One
+    function handles ``chunk`` elements, and calls the next function of this kind for the rest. With
+    ``rows`` above 1, ``of_one`` is called only for the first of every ``rows`` rows.
+
+    The ``origin`` in ``place`` is the thread's first row if the thread has more rows than columns,
+    otherwise its first column.
     """
     TN, (EI, EJ), COUNT = spec.TN, spec.element_steps, spec.TM * spec.TN // rows
     row_of, column_of, by_rows = make_row(spec), make_column(spec), spec.TM > TN
@@ -126,8 +159,12 @@ def _nothing(rG, rS, scale, tile):
 
 @part
 def _make_inside(features, alone):
-    """``inside(row, col, head)``: the place; with ``alone`` in the last row or column for those at
-    the matrix's end and beyond; in the first where a sequence has no columns.
+    """Make ``inside(row, col, head)``, which returns the position for a call of the user's
+    function.
+
+    With ``alone``, a position beyond the matrix is replaced by the last row or column, because the
+    function reads an array at this position. For a sequence without columns, the column is 0.
+    Without ``alone``, the position is unchanged.
     """
     may_be_empty = features.kv_lens or features.packed
 
@@ -146,6 +183,11 @@ def _make_inside(features, alone):
 
 @part
 def _make_changed(spec, unit):
+    """Make the function that replaces an element of S by the result of ``score_mod``.
+
+    rS already contains the product of the score and the factor that the text of ``score_mod``
+    needs. If the kernel adds up rows of S, rows beyond the matrix keep their zeros.
+    """
     mod, keeps = spec.features.score_mod, spec.sums_rows
     score_mod = called(mod and mod.value)
     inside = _make_inside(spec.features, mod is not None and mod.inside)
@@ -164,6 +206,9 @@ def _make_changed(spec, unit):
 
 @part
 def _make_slope(spec):
+    """Make the function that computes one derivative, and stores the score before ``score_mod`` if
+    needed.
+    """
     features = spec.features
     softcap, of_slope = features.softcap, _slope_text(features)
     slope_of = called(of_slope)
@@ -194,9 +239,12 @@ def _make_slope(spec):
 
 @part
 def make_add_captured(spec):
-    """``add_captured(rdS, rG, tile)``: the gradients of the float32 arrays that score_mod captures,
-    if they are asked for: dS by each element that was read, added to its own, atomically. What
-    ``slopes`` has left in rG they are made of too.
+    """Make ``add_captured(rdS, rG, tile)``, which adds to the gradients of the arrays that
+    ``score_mod`` captures.
+
+    For each element of S, dS times the derivative by an array element is added atomically to the
+    gradient of this array element. Only float32 arrays get gradients, and only if the call asks for
+    them. ``rG`` holds what ``slopes`` has stored.
     """
     gradient, (SUMS, PLACES) = _gradient(spec.features), kept_sums(spec)
     captured = gradient is not None
@@ -215,6 +263,9 @@ def make_add_captured(spec):
 
 @part
 def _make_captured(spec):
+    """Make the function that adds one element's contribution to the gradients of captured
+    arrays.
+    """
     keeps, AT = spec.features.keeps_scores, spec.TM * spec.TN if spec.features.slopes else 0
     add = _make_add_of_one(spec)
 
@@ -227,8 +278,11 @@ def _make_captured(spec):
 
 @part
 def _make_add_of_one(spec):
-    """``add_of_one(kept, s, ds, place, head)``: of the score s and its dS, to the gradients, or to
-    sums that are ``kept`` for later.
+    """Make ``add_of_one(kept, s, ds, place, head)``, which adds one element's contribution to the
+    gradients.
+
+    ``s`` is the score before ``score_mod`` and ``ds`` is its dS. The contribution goes to the
+    gradient in global memory, or to the sums in ``kept``.
     """
     gradient = _gradient(spec.features)
     each = _texted(gradient and gradient.each)
@@ -244,8 +298,11 @@ def _make_add_of_one(spec):
 
 
 def kept_sums(spec):
-    """Registers of sums that are added later, and of their places, two each; at least 1, since an
-    array of registers has one.
+    """Return the number of registers for sums that are added later, and for the positions of these
+    sums.
+
+    A position takes two registers. Both numbers are at least 1, because an array of registers
+    cannot be empty.
     """
     gradient = _gradient(spec.features)
     shared, merged = (gradient.shared, gradient.merged) if gradient is not None else (0, 0)
@@ -254,7 +311,9 @@ def kept_sums(spec):
 
 @part
 def make_start_sums(spec):
-    """``start_sums(kept)``: sums are 0, of the first row and column."""
+    """Make ``start_sums(kept)``, which sets the sums to 0 and their positions to row 0 and column
+    0.
+    """
     SUMS, PLACES = kept_sums(spec)
 
     def start_sums(kept):
@@ -269,8 +328,12 @@ def make_start_sums(spec):
 
 @part
 def make_add_sums(spec):
-    """``add_sums(kept, head)``: sums of elements that i and j have no part in, over a warp's lanes,
-    and those that are left of others, to the gradients.
+    """Make ``add_sums(kept, head)``, which adds the sums in ``kept`` to the gradients in global
+    memory.
+
+    First come sums for array elements that depend on neither row nor column. They are added over
+    the lanes of a warp, and one lane adds the result. Then come the remaining sums for array
+    elements that neighbouring scores can share.
     """
     gradient = _gradient(spec.features)
     SHARED, MERGED = (gradient.shared, gradient.merged) if gradient is not None else (0, 0)
@@ -294,7 +357,12 @@ def make_add_sums(spec):
 
 @part
 def _make_join_lanes(spec):
-    """``join_lanes(kept, n)``: where a warp's lanes are at one place the first one has the sum."""
+    """Make ``join_lanes(kept, n)``, which joins sum number n of all lanes if they have the same
+    position.
+
+    The first lane then gets the total, and the other lanes get 0. If two lanes have different
+    positions, nothing changes.
+    """
     gradient = _gradient(spec.features)
     SHARED = gradient.shared if gradient is not None else 0
 
@@ -319,20 +387,27 @@ def _make_join_lanes(spec):
 
 
 def _later(gradient):
+    """Return the texts of two functions that add sums to gradients: ``Gradient.rest`` and
+    ``Gradient.flush``.
+    """
     return (None, None) if gradient is None else (gradient.rest, gradient.flush)
 
 
 def _gradient(features):
+    """Return the ``mods.Gradient`` of the captured arrays, or None if no gradient of an array is
+    wanted.
+    """
     return features.dcaptured and features.dcaptured.gradient
 
 
 def _texted(text):
-    """A text's function; None of None."""
+    """Return the device function of a source text, or None if the text is None."""
     return text and device_function(function_of(text, add_global=add_global, **DIVISION))
 
 
 @part
 def _make_p_and_ds(spec, values_of, ds_of):
+    """Make the function that computes P and dS of one element, for ``make_p_and_ds``."""
     p_and_slope, times_slope = make_p_and_slope(spec), make_times_slope(spec.features)
     captured, add = _gradient(spec.features) is not None, _make_add_of_one(spec)
 
@@ -349,7 +424,10 @@ def _make_p_and_ds(spec, values_of, ds_of):
 
 @part
 def make_times_slope(features):
-    """``times_slope(x, g)``: x times a slope g, which may be no number where x is 0."""
+    """Make ``times_slope(x, g)``, which returns x g, where g is a derivative of the score.
+
+    If the derivative can be NaN or infinite, the result is x where x is 0.
+    """
     anywhere = features.slope_of is not None and not features.slope_of.steady
 
     def times_slope(x, g):
@@ -362,9 +440,16 @@ def make_times_slope(features):
 
 @part
 def make_p_and_slope(spec):
-    """``p_and_slope(score, shift, kept, place, head)``: of scale S, P = e^(S - L) of the S that the
-    cap, score_mod, slopes and a bias make of it, 0 if it is hidden, as ``drop`` has it unless it is
-    ``kept``; the first two's slope; and what score_mod was given. ``shift`` is L in units of log2.
+    """Make ``p_and_slope(score, shift, kept, place, head)``, which returns P, the slope and the
+    score of an element.
+
+    ``score`` is scale Q KT of the element. ``shift`` is the row's logsumexp L, in units of log2.
+    The three results are:
+
+    - P = exp(S - L), where S is the score after the cap, ``score_mod``, ALiBi and the bias. P is 0
+      if the element is hidden, and negative if dropout does not keep it (``kept`` is false).
+    - The product of the derivatives of the cap and of ``score_mod``.
+    - The score that ``score_mod`` was called with.
     """
     features = spec.features
     softcap, own = features.softcap, _make_value_and_slope(features)
@@ -398,7 +483,12 @@ def make_p_and_slope(spec):
 
 @part
 def _make_value_and_slope(features):
-    """``value_and_slope(s, i, j, origin, head)``: score_mod of s, in log2's unit, and its slope."""
+    """Make ``value_and_slope(s, i, j, origin, head)``, which returns ``score_mod`` of a score and
+    its slope.
+
+    The value is in units of log2. If the user has passed a ``score_mod_grad``, the slope comes from
+    that function. Otherwise one text computes both.
+    """
     mod, at_once = features.score_mod, features.score_mod_grad is None
     of_slope = _slope_text(features)
     text = mod and (mod.both if at_once else mod.value)
@@ -421,6 +511,7 @@ def _make_value_and_slope(features):
 
 @part
 def _make_hidden(spec):
+    """Make the function that hides one element if ``mask_mod`` is false for it."""
     mod, HIDDEN = spec.features.mask_mod, hidden_score(spec.stays)
     mask_mod = called(mod and mod.value)
     inside = _make_inside(spec.features, mod is not None and mod.inside)
@@ -435,8 +526,15 @@ def _make_hidden(spec):
 
 
 def hidden_score(stays):
-    """What stands for a score that is not seen: a finite one, where a function is still to come,
-    which what is done first does not give.
+    """Return the number that replaces a hidden score.
+
+    | case | number |
+    |---|---|
+    | no function follows (``stays`` is None) | -inf |
+    | a function with an inner function follows | -2, which the inner function never returns |
+    | a function without an inner function follows | the lowest finite float32 |
+
+    ``stays`` is the ``mods.Text`` of a function that is called with the score after masking.
     """
     if stays is None:
         return NEG_INF
@@ -444,14 +542,16 @@ def hidden_score(stays):
 
 
 def called(text):
-    """A ``mods.Text``'s function; None of None."""
+    """Return the device function of a ``mods.Text``, or None if ``text`` is None."""
     return _texted(text and text.text)
 
 
 @part
 def make_score_factor(text):
-    """``score_factor(scale, options)``: return the factor by which the product of Q and K is
-    multiplied before the function of ``text``, a ``mods.Text``, is called. None means the scale.
+    """Make ``score_factor(scale, options)``, which returns the factor that multiplies Q KT.
+
+    The product is then the argument of the function of ``text``, a ``mods.Text``. If there is no
+    such function, or it has no factor of its own, the result is ``scale``.
     """
 
     def score_factor(scale, options):
@@ -462,7 +562,8 @@ def make_score_factor(text):
 
 @part
 def make_inner(text):
-    """``inner(score)``: apply the inner function of ``text``, a ``mods.Text``, to a score.
+    """Make ``inner(score)``, which applies the inner function of ``text``, a ``mods.Text``, to a
+    score.
 
     The score is returned unchanged if there is no inner function.
     """
@@ -474,16 +575,20 @@ def make_inner(text):
 
 
 def _slope_text(features):
-    """The text of the scores' derivative; None where that is 1."""
+    """Return the text of the derivative of the scores, or None if the derivative is 1."""
     mod = features.slope_of
     return mod and (mod.slope if mod.slope.text else mod.value)
 
 
 def _chunk(*texts):
-    """Elements that are taken at a time by functions of these texts."""
+    """Return how many elements a function with these texts handles at a time.
+
+    The number is smaller for long texts, because the compiler unrolls the loop over the elements.
+    """
     lines = max((len(text.splitlines()) for text in texts if text), default=1)
     return max(1, min(AT_A_TIME, LINES // lines))
 
 
 def _chunk_of(mod):
+    """Return how many elements a function with the texts of ``mod`` handles at a time."""
     return _chunk(mod and mod.value.text, mod and mod.slope.text)

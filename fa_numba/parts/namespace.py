@@ -1,4 +1,8 @@
-"""Parts, the device functions that kernels share, and how a kernel names those of a module."""
+"""Parts are the device functions that kernels share. This module makes them available to kernels.
+
+A kernel writes ``load.q(...)``. The name ``load`` is bound to a module of parts and to a spec, and
+``load.q`` is the result of ``make_q(spec)`` in that module.
+"""
 
 from collections.abc import Callable
 from functools import cache, wraps
@@ -12,8 +16,9 @@ from fa_numba.options import Features
 
 
 def part(factory: Callable[..., Any]) -> Any:
-    """A factory of one device function, made once for the same facts: what it returns is inlined in
-    kernels.
+    """Decorate a factory of a device function, so that it runs once for each set of arguments.
+
+    The function that the factory returns becomes a device function, which Numba inlines in kernels.
     """
 
     @cache
@@ -26,7 +31,7 @@ def part(factory: Callable[..., Any]) -> Any:
 
 
 class RowFacts(NamedTuple):
-    """The ``spec`` of a kernel that goes by rows, not by tiles."""
+    """The spec of a kernel that works on single rows instead of tiles."""
 
     features: Features
     head_dim: int = 0
@@ -35,11 +40,13 @@ class RowFacts(NamedTuple):
 
 
 class Parts(ModuleType):
-    """``load.q`` is ``make_q(spec)`` of the module that ``load`` was bound to, or ``q`` of it.
+    """The parts of one module for one spec: ``load.q`` is ``make_q(spec)``, or the device function
+    ``q``.
 
-    Numba reads attributes of a module while it compiles, and of nothing else that is as short: the
-    calls compile to what calls of closure variables do. Integers that shape arrays lose that they
-    are constants here, so kernels close over those themselves.
+    It is a subclass of ``ModuleType`` because Numba reads attributes of modules while it compiles.
+    Such a call compiles to the same code as the call of a closure variable. Integers that give the
+    shape of an array must be compile-time constants, which attributes of a module are not. Kernels
+    therefore use closure variables for these integers.
     """
 
     def __init__(self, spec: Any, module: ModuleType) -> None:
@@ -62,7 +69,7 @@ class Parts(ModuleType):
 
 @cache
 def takes_a_spec_alone(make: Callable[..., Any]) -> bool:
-    """Return whether a factory can be called with nothing but a ``spec``."""
+    """Return whether a factory can be called with a ``spec`` as its only argument."""
     required = [p for p in signature(make).parameters.values() if p.default is p.empty]
     return len(required) == 1
 
@@ -86,7 +93,9 @@ def bind(spec: Any, one: _A, two: _B, /) -> tuple[_A, _B]: ...
 @overload
 def bind(spec: Any, one: _A, two: _B, three: _C, /) -> tuple[_A, _B, _C]: ...
 def bind(spec: Any, *modules: Any) -> tuple[Any, ...]:
-    """The parts of each of ``modules`` for ``spec``, an idea each: ``load, scores = bind(spec,
-    simt.load, simt.scores)``, then ``load.q(...)``.
+    """Return the parts of each of ``modules`` for ``spec``, one ``Parts`` object per module.
+
+    For example, after ``load, scores = bind(spec, simt.load, simt.scores)`` a kernel can call
+    ``load.q(...)``.
     """
     return tuple(_bound(spec, module) for module in modules)

@@ -1,8 +1,9 @@
-"""Rows of K and V in pages: a block table says which page has the next rows of a sequence.
+"""Rows of K and V that are stored in pages of a K/V cache.
 
-Tiles and pages begin at multiples of 16 rows, so the rows that a tile and a page have in common
-come in runs of ``common_rows`` or more. A warp looks a page up once for all of its lanes in a run,
-and, where its next turns stay in the run, for these.
+A block table lists the pages of each sequence in order. Tiles and pages begin at multiples of 16
+rows. The rows that a tile and a page have in common therefore come in runs of ``common_rows`` rows
+or more. One lane of a warp looks up the page for all lanes whose rows are in one run. If the
+following rows of the warp are in the same page, they use the same look-up.
 """
 
 from math import gcd
@@ -13,20 +14,26 @@ from fa_numba.parts.namespace import part
 
 
 def common_rows(page_size, Bc):
-    """Rows at multiples of this many, as many of them, lie in one page and one tile."""
+    """Return the length of the runs of rows that are always in one page and one tile.
+
+    The runs begin at multiples of their length, which is the greatest common divisor of both sizes.
+    """
     return gcd(page_size, Bc)
 
 
 def pages_of_tile(spec):
-    """How many pages at most a tile of K and V has rows of; one where they are in one piece."""
+    """Return the largest number of pages that a column tile can overlap, or 1 if K and V have no
+    pages.
+    """
     page_size = spec.features.page_size
     return spec.Bc // common_rows(page_size, spec.Bc) if page_size else 1
 
 
 def turns_in_a_page(page_size, rows, threads, width):
-    """Turns in which a thread's rows of a tile lie in one page: one look-up serves them.
+    """Return the number of consecutive turns of a thread whose rows are in one page.
 
-    In a turn the threads take ``width`` neighbouring pieces of each row.
+    The threads of a block copy a tile of ``rows`` rows in turns. In one turn, ``width`` threads
+    copy the pieces of one row. One look-up of the page then serves this number of turns.
     """
     down, rest = divmod(threads, width)
     common = common_rows(page_size, rows)
@@ -35,8 +42,12 @@ def turns_in_a_page(page_size, rows, threads, width):
 
 @part
 def make_page_of(page_size):
-    """``page_of(table, row, reads, first)``: the page of a sequence's ``row``, read from its row of
-    the table by lane ``first`` of the warp, if that one ``reads``, for all lanes that name it.
+    """Make ``page_of(table, row, reads, first)``, which returns the page that stores a row of a
+    sequence.
+
+    ``table`` is the sequence's row of the block table. Lane ``first`` of the warp reads the table,
+    if its ``reads`` is true, and the warp's shuffle passes the page to every lane that names
+    ``first``. All lanes of the warp must call the function together.
     """
 
     def page_of(table, row, reads, first):

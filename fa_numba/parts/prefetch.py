@@ -1,5 +1,6 @@
-"""The tile after this one, on its way while this one is computed with: the next row tile of one of
-FA-1's passes, the next column tile of an FA-2 block.
+"""Loads of the next tile, started while the current tile is computed.
+
+In FA-1 the next tile is the next row tile of a pass. In FA-2 it is the next column tile of a block.
 """
 
 from fa_numba.device import uint32
@@ -9,8 +10,11 @@ from fa_numba.parts.visits import make_next_column, make_row_after
 
 @part
 def next_row_tile(spec, load_q):
-    """``load_next_q(sQ, Q, visit, i0, i_end, rows_end)``: the row tile that comes after the one at
-    i0, by ``load_q``; gives where it starts, at or past i_end if there is none.
+    """Make ``load_next_q(sQ, Q, visit, i0, i_end, rows_end)``, which starts to load the next row
+    tile.
+
+    The next row tile comes after the one at row i0. ``load_q`` is the part that copies it to sQ.
+    The result is the tile's first row, which is at or past ``i_end`` if there is no next row tile.
     """
     row_after = make_row_after(spec)
 
@@ -25,7 +29,13 @@ def next_row_tile(spec, load_q):
 
 @part
 def next_column_tile(spec, load_k):
-    """``load_next_k(sK, K, j0, j_end, rows_end, i0, head)``: along the columns."""
+    """Make ``load_next_k(sK, K, j0, j_end, rows_end, i0, head)``, which starts to load the next
+    column tile.
+
+    The next column tile comes after the one at column j0. ``load_k`` is the part that copies it to
+    sK. The result is the tile's first column, which is at or past ``j_end`` if there is no next
+    column tile.
+    """
     Bc, next_column = spec.Bc, make_next_column(spec)
 
     def load_next_k(sK, K, j0, j_end, rows_end, i0, head):

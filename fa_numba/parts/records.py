@@ -1,89 +1,91 @@
-"""What belongs together in a kernel, under one name: records of numbers, which cost no register."""
+"""Records: values that belong together in a kernel, as named tuples.
+
+A record costs no register of its own: the compiler keeps its fields in separate variables.
+"""
 
 from typing import Any, NamedTuple
 
 
 class Thread(NamedTuple):
-    """Where a thread's part of a tile begins: its first row and column, as ``layout`` counts."""
+    """Which part of a tile of S a thread holds. ``layout.row`` and ``layout.column`` use it."""
 
-    ty: Any
-    tx: Any
+    ty: Any  # decides the thread's rows
+    tx: Any  # decides the thread's columns
 
 
 class GroupThread(NamedTuple):
-    """``Thread`` of warpgroup w."""
+    """Which part of a tile of S a thread of a consumer warpgroup holds (Hopper)."""
 
-    ty: Any
-    tx: Any
-    w: Any
+    ty: Any  # decides the thread's rows
+    tx: Any  # decides the thread's columns
+    w: Any  # the number of the consumer warpgroup
 
 
 class Warp(NamedTuple):
-    """Which rows and columns of S a warp takes backward, and which columns of dK and dV."""
+    """Which part of a tile a warp computes in the backward pass on unit ``mma``."""
 
-    row: Any
-    column: Any
-    chunk: Any
+    row: Any  # the warp's first row of S
+    column: Any  # the warp's first column of S, which is its first row of dK and dV
+    chunk: Any  # the warp's first column of dK
 
 
 class Head(NamedTuple):
-    """A query head h of batch entry b, with its K/V head hk, Nq valid rows and Nk valid columns;
-    and the call's options.
+    """A query head of one batch entry, with its K/V head, its valid lengths and the call's options.
+
+    If several query heads share a row tile, ``h`` counts groups of them.
     """
 
-    b: Any
-    h: Any
-    hk: Any
-    Nq: Any
-    Nk: Any
-    options: Any
+    b: Any  # the batch entry
+    h: Any  # the query head
+    hk: Any  # the K/V head
+    Nq: Any  # the number of valid rows of Q
+    Nk: Any  # the number of valid rows of K and V
+    options: Any  # the options that the kernel was launched with
 
 
 class Tile(NamedTuple):
-    """The tile of a head's S from row i0 and column j0 on, and the thread that has a part of it."""
+    """The position of one tile of scores, and the part of it that this thread holds."""
 
-    i0: Any
-    j0: Any
+    i0: Any  # the first row
+    j0: Any  # the first column
     head: Head
     thread: Thread
 
 
 class Slot(NamedTuple):
-    """A slot of a pipeline, and the phase, 0 or 1, of its barriers that is waited for. Round a loop
-    these are two integers: a record that a loop carries takes registers.
+    """A slot of a pipeline, and the phase (0 or 1) for which a thread waits at the slot's barriers.
+
+    A loop carries the two integers rather than the record, because a record that a loop carries
+    takes more registers.
     """
 
-    stage: Any
+    stage: Any  # the number of the slot
     phase: Any
 
 
 class WorkTile(NamedTuple):
-    """What a block that stays on its multiprocessor takes next: the row tile from row i0 on of head
-    h and batch entry b, and of its columns a share, ``split``.
-    """
+    """The work tile that a persistent thread block computes next: a row tile or one split of it."""
 
-    i0: Any
-    h: Any
-    b: Any
-    split: Any
+    i0: Any  # the first row
+    h: Any  # the query head, or the group of query heads that share the row tile
+    b: Any  # the batch entry
+    split: Any  # the number of the key split, 0 without key splits
 
 
 class Schedule(NamedTuple):
-    """A block's work tiles: words in shared memory, a few for each slot of Q; how many
-    there are in all; the counter of those taken, in global memory; and what the call is of.
-    """
+    """What the tile scheduler of a persistent thread block needs to know."""
 
-    words: Any
-    tiles: Any
-    taken: Any
+    words: Any  # shared memory: a few words about the work tile of each slot of Q
+    tiles: Any  # the number of work tiles of the launch
+    taken: Any  # global memory: the counter of the work tiles that blocks have taken
     Q: Any
     K: Any
-    group: Any
+    group: Any  # the number of query heads per K/V head
     options: Any
 
 
 class Shared(NamedTuple):
-    """A forward kernel's tiles in shared memory, and the barriers of its pipelines."""
+    """The tiles of a forward kernel in shared memory, and the pipelines' barriers (Hopper)."""
 
     sQ: Any
     sK: Any
@@ -92,29 +94,28 @@ class Shared(NamedTuple):
 
 
 class SharedWithO(NamedTuple):
-    """``Shared``, the tiles of O in float32, which FlashAttention-1 carries, and a word for each
-    consumer's part of a slot of Q, where a block mask says what comes after it.
-    """
+    """``Shared`` of FlashAttention-1, which also keeps tiles of O in shared memory."""
 
     sQ: Any
     sK: Any
     sV: Any
-    sO: Any
+    sO: Any  # tiles of O in float32
     bars: Any
-    words: Any
+    words: Any  # with a block mask: for each consumer's part of a slot of Q, what comes after it
 
 
 class Out(NamedTuple):
-    """Where a forward kernel's results go, and how many rows of queries the arrays have."""
+    """The arrays that FA-2's forward kernel writes (Hopper)."""
 
     O: Any
     L: Any
-    rows: Any
+    rows: Any  # the number of rows of the array Q
 
 
 class State(NamedTuple):
-    """What FlashAttention-1 passes through global memory: O, in float32 (A) until the last pass
-    rounds it, and a head's l and m.
+    """The state of a head that FlashAttention-1 keeps in global memory between its passes.
+
+    ``A`` is O in float32. The last pass of a row tile rounds it and writes it to ``O``.
     """
 
     O: Any
@@ -124,39 +125,39 @@ class State(NamedTuple):
 
 
 class BlockOut(NamedTuple):
-    """``Out`` of a block of FlashAttention-1, and its ``State``; ``rows`` is one past its last row,
-    padding among them.
-    """
+    """The arrays that a thread block of FlashAttention-1 writes (Hopper): results and ``State``."""
 
     O: Any
     A: Any
     L: Any
     l: Any
     m: Any
-    rows: Any
+    rows: Any  # one past the block's last row, including padding
 
 
 class BlockRows(NamedTuple):
-    """What a block of FlashAttention-1 takes of a head: its rows, from the first to one past the
-    last, padding among them.
+    """The work of a thread block of FlashAttention-1 (Hopper): a head, and a range of its rows.
+
+    The range includes padding.
     """
 
     head: Head
-    i_first: Any
-    i_last: Any
+    i_first: Any  # the first row
+    i_last: Any  # one past the last row
 
 
 class Box(NamedTuple):
-    """Where a TMA tile begins on an array's map: its two outer axes, and the row."""
+    """The position of a TMA tile in an array, as coordinates of the array's tensor map."""
 
-    outer: Any
-    inner: Any
+    outer: Any  # the outermost coordinate, usually the batch entry
+    inner: Any  # the second coordinate, usually the head
     row: Any
 
 
 class KeyTileHead(NamedTuple):
-    """``Head`` of a block of FlashAttention-2's backward kernel on Hopper, and the words of
-    its key tile in shared memory.
+    """``Head``, and the words of the block's key tile (``wgmma.key_tiles``) in shared memory.
+
+    The backward kernels of FA-2 for Hopper use it.
     """
 
     b: Any
@@ -169,42 +170,38 @@ class KeyTileHead(NamedTuple):
 
 
 class KeyTile(NamedTuple):
-    """A block's column tile backward, from column j0 on, with its first query head, one past its
-    last, and its rows of each: the first, and one past the last.
-    """
+    """The work of a thread block in FA-2's backward pass (Hopper): column tile, heads and rows."""
 
-    j0: Any
-    head: Any
-    h_end: Any
-    i_first: Any
-    i_end: Any
+    j0: Any  # the first column of the column tile
+    head: Any  # the first query head
+    h_end: Any  # one past the last query head
+    i_first: Any  # the first row of Q in each head
+    i_end: Any  # one past the last row of Q in each head
 
 
 class RowSlots(NamedTuple):
-    """A backward kernel's slots of row tiles in shared memory: of Q, of dO, of L with D behind."""
+    """The slots in shared memory into which a backward kernel loads row tiles (Hopper)."""
 
     sQ: Any
     sdO: Any
-    sL: Any
+    sL: Any  # L of each slot, followed by D
 
 
 class BackwardShared(NamedTuple):
-    """A backward kernel's tiles in shared memory, bits of what dropout drops, the words of its key
-    tile, and the barriers of its pipelines.
-    """
+    """The shared memory of a backward kernel of FA-2 for Hopper."""
 
     sK: Any
     sV: Any
     slots: RowSlots
     sdS: Any
     sdQ: Any
-    sB: Any
-    words: Any
-    bars: Any
+    sB: Any  # with dropout: one bit per element of S, 1 if the element is kept
+    words: Any  # the words of the block's key tile (``wgmma.key_tiles``)
+    bars: Any  # the barriers of the pipelines
 
 
 class RowTiles(NamedTuple):
-    """What a backward kernel loads of row tiles."""
+    """The arrays in global memory from which a backward kernel loads row tiles."""
 
     Q: Any
     dO: Any
@@ -213,7 +210,7 @@ class RowTiles(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Where a backward kernel's results go."""
+    """The arrays in global memory to which a backward kernel writes its results."""
 
     dQ: Any
     dK: Any
@@ -221,16 +218,16 @@ class Gradients(NamedTuple):
 
 
 class SlotOffsets(NamedTuple):
-    """Where a slot's Q, its dO (or O), its L and D, and its dS (or S) begin in shared memory."""
+    """Where the parts of one slot begin, each in its own array of shared memory, in elements."""
 
-    rows: Any
-    out: Any
-    values: Any
-    scores: Any
+    rows: Any  # the tile of Q
+    out: Any  # the tile of dO, and in FA-1 of O
+    values: Any  # L, followed by D
+    scores: Any  # the tile of dS (or S)
 
 
 class DqShared(NamedTuple):
-    """The tiles in shared memory of the kernel that makes dQ alone, and its barriers."""
+    """The shared memory of the kernel that computes only dQ (Hopper): tiles and barriers."""
 
     sQ: Any
     sdO: Any
@@ -240,7 +237,7 @@ class DqShared(NamedTuple):
 
 
 class QueryRows(NamedTuple):
-    """What that kernel has of a row of queries in global memory beside Q and dO."""
+    """The arrays with one row per query that the consumers of dQ's own kernel read or write."""
 
     L: Any
     D: Any
@@ -248,20 +245,24 @@ class QueryRows(NamedTuple):
 
 
 class WideShared(NamedTuple):
-    """``BackwardShared`` of the kernel beyond d = 128, with S in float32 and no dS and dQ."""
+    """The shared memory of the backward kernel for head dimensions above 128 (Hopper).
+
+    It has a tile of S in float32, and no tiles of dS and dQ.
+    """
 
     sK: Any
     sV: Any
     slots: RowSlots
     sS: Any
-    sB: Any
-    words: Any
-    bars: Any
+    sB: Any  # with dropout: one bit per element of S, 1 if the element is kept
+    words: Any  # the words of the block's key tile (``wgmma.key_tiles``)
+    bars: Any  # the barriers of the pipelines
 
 
 class Fa1BackwardShared(NamedTuple):
-    """``BackwardShared`` of FlashAttention-1, which loads O too and keeps no dQ there, with words
-    for what a block mask says comes after a row tile.
+    """The shared memory of FlashAttention-1's backward kernel (Hopper).
+
+    It has tiles of O, which the kernel loads in addition to dO, and no tile of dQ.
     """
 
     sK: Any
@@ -269,5 +270,5 @@ class Fa1BackwardShared(NamedTuple):
     slots: RowSlots
     sdS: Any
     sO: Any
-    words: Any
-    bars: Any
+    words: Any  # with a block mask: two words per slot, about the visit that comes next
+    bars: Any  # the barriers of the pipelines

@@ -1,8 +1,9 @@
-"""The online softmax of scores in registers, and O, l and m with it.
+"""The online softmax of scores in registers, and the state O, l and m of a row tile.
 
-TX lanes, ``lane_step`` apart, share a row. Scores are in units of log2, and so is m. A thread's row
-i of O is registers i DN4 .. (i + 1) DN4 - 1, DN4 = 4 DN; ``layout`` says which row and columns
-these are.
+``tx_count`` lanes share a row, and they are ``lane_step`` lanes apart. The scores and m are in
+units of log2 unless a function says otherwise. ``rO`` holds a thread's part of O: row number i of
+the thread is in the registers i DN4 to (i + 1) DN4 - 1, with DN4 = 4 ``spec.DN``. ``rl``, ``rm``
+and ``rf`` have one register for each of the thread's TM rows.
 """
 
 from functools import cache
@@ -22,20 +23,29 @@ LARGEST_SCALED = 64
 
 @cache
 def make_start(spec):
-    """``start(rO, rl, rm, tile, split)``: O = 0, l = 0, m = -inf, before any column has been seen;
-    with sinks the first of the splits has seen these.
+    """Make ``start(rO, rl, rm, tile, split)``, which sets O = 0, l = 0 and m = -inf.
+
+    With sinks, l and m then contain the sink, but only in the key split number 0.
     """
     return _make_start(spec, whole_rows=True)
 
 
 @cache
 def make_start_of_lanes(spec):
-    """``start``, but l is of this thread's own columns, for ``sum_lanes`` to add up in the end."""
+    """Make ``start_of_lanes(rO, rl, rm, tile, split)``, which works as ``start`` for a partial sum
+    l.
+
+    Here l is the sum over this thread's own columns only. ``sum_lanes`` adds the sums of the lanes
+    that share a row at the end. One lane of the row therefore starts with the sink's share of l.
+    """
     return _make_start(spec, whole_rows=False)
 
 
 @part
 def _make_start(spec, whole_rows):
+    """Make ``start(rO, rl, rm, tile, split)``. ``whole_rows`` says whether l is the sum of a
+    complete row.
+    """
     TM, RO, take_sinks = spec.TM, spec.TM * spec.DN * 4, _make_take_sinks(spec, whole_rows)
 
     def start(rO, rl, rm, tile, split):
@@ -51,12 +61,21 @@ def _make_start(spec, whole_rows):
 
 @cache
 def make_take_sinks(spec):
-    """``take_sinks(rl, rm, tile, split)``: with sinks l = 1, m = s in the first of the splits."""
+    """Make ``take_sinks(rl, rm, tile, split)``, which includes the sinks in l and m.
+
+    With sinks and in key split 0, it sets l = 1 and m = s, the sink's logit in units of log2.
+    Otherwise it does nothing.
+    """
     return _make_take_sinks(spec, whole_rows=True)
 
 
 @part
 def _make_take_sinks(spec, whole_rows):
+    """Make ``take_sinks(rl, rm, tile, split)``.
+
+    ``whole_rows`` says whether l is the sum of a complete row. Otherwise only the lane with tx = 0
+    sets l = 1.
+    """
     TM, sinks, q_lens = spec.TM, spec.features.sinks, spec.features.q_lens
     row_of, head_of_row, owns = make_row(spec), make_head_of_row(spec), make_owns(spec)
 
@@ -77,7 +96,7 @@ def _make_take_sinks(spec, whole_rows):
 
 @part
 def make_scale_rows(spec):
-    """``scale_rows(rO, rf)``: diag(f) O."""
+    """Make ``scale_rows(rO, rf)``, which multiplies each row of O by its factor in rf."""
     TM, DN4 = spec.TM, 4 * spec.DN
 
     def scale_rows(rO, rf):
@@ -90,10 +109,12 @@ def make_scale_rows(spec):
 
 @part
 def make_rescale_rows(spec):
-    """``rescale_rows(rO, rf)``: diag(f) O, where f = exp(m_old - m_new).
+    """Make ``rescale_rows(rO, rf)``, which multiplies each row of O by f = exp(m_old - m_new) in
+    rf.
 
-    A long row seldom has a new maximum: f is 1 then and O stays as it is. Where O is small the
-    products are made in any case, for the sake of what they can be interleaved with.
+    In a long row, m seldom changes and f is 1. If a thread holds many registers of O, it skips the
+    product when every f is 1. If it holds few (up to LARGEST_SCALED), it always multiplies, because
+    these instructions can run between others.
     """
     TM, tests = spec.TM, spec.TM * 4 * spec.DN > LARGEST_SCALED
     scale_rows = make_scale_rows(spec)
@@ -112,7 +133,10 @@ def make_rescale_rows(spec):
 
 @part
 def make_normalise_rows(spec):
-    """``normalise_rows(rO, rl)``: diag(l)^-1 O, and 0 in a row without a visible column (l = 0)."""
+    """Make ``normalise_rows(rO, rl)``, which divides each row of O by its l.
+
+    A row without a visible column has l = 0. It becomes 0, even if O contains NaN.
+    """
     TM, DN4 = spec.TM, 4 * spec.DN
 
     def normalise_rows(rO, rl):
@@ -129,7 +153,7 @@ def make_normalise_rows(spec):
 
 @device_function
 def exp_of_difference(s, m):
-    """e^(s - m), and 0 where s is -inf, whatever m."""
+    """Return e^(s - m), in natural units. The result is 0 if s is -inf, for every m."""
     p = float32(0.0)
     if s != NEG_INF:
         p = exp2((s - m) * LOG2E)
@@ -138,8 +162,12 @@ def exp_of_difference(s, m):
 
 @part
 def make_merge_block(warps, sinks):
-    """``merge_block(m, l, sm, sl, head, row)``: m and l, in natural units, of a whole row, given
-    those of each thread's own columns; sinks take part. ``sm`` and ``sl``: shared, one a warp.
+    """Make ``merge_block(m, l, sm, sl, head, row)``, which combines m and l of all threads of a
+    block.
+
+    Each thread passes the m and l of its own columns of one row, in natural units. Every thread
+    gets the m and l of the complete row, including a sink. ``sm`` and ``sl`` are shared memory with
+    one float for each of the ``warps`` warps. The function contains a ``syncthreads``.
     """
 
     def merge_block(m, l, sm, sl, head, row):
@@ -170,7 +198,13 @@ def make_merge_block(warps, sinks):
 
 @part
 def make_row_maximum(spec):
-    """``row_maximum(rS, i, scale, m)``: of row i of S and of m, its maximum before."""
+    """Make ``row_maximum(rS, i, scale, m)``, which returns the maximum of row number i of S and of
+    m.
+
+    ``m`` is the maximum of the columns before. The lanes that share the row exchange their maxima.
+    With ``spec.folds_scale``, rS holds products without the scale, and ``scale`` multiplies their
+    maximum.
+    """
     TN, TX, STEP, folds = spec.TN, spec.tx_count, spec.lane_step, spec.folds_scale
 
     def row_maximum(rS, i, scale, m):
@@ -189,24 +223,39 @@ def make_row_maximum(spec):
 
 @cache
 def make_online(spec):
-    """``online(rS, scale, rm, rl, rf)``: scores to P, and m and l brought up to date.
+    """Make ``online(rS, scale, rm, rl, rf)``, one step of the online softmax.
 
-    Takes m and l of the columns seen so far. Leaves P = exp(S - m_new) in rS, m_new in rm, the
-    factor f = exp(m - m_new) in rf and l_new = f l + rowsum(P) in rl. ``scale`` multiplies the
-    scores where ``scale_and_mask`` has left that to the exponent. A row that has seen no column
-    keeps m = -inf, l = 0 and gets P = 0.
+    Before the call, rS holds the scores of a tile, and rm and rl hold m and l of the columns
+    before. After the call:
+
+    - rS holds P = exp(S - m_new),
+    - rm holds m_new,
+    - rf holds the factor f = exp(m - m_new), by which O must be multiplied,
+    - rl holds l_new = f l + rowsum(P).
+
+    ``scale`` multiplies the scores only if ``scale_and_mask`` has not done this
+    (``spec.folds_scale``). A row that has seen no column keeps m = -inf and l = 0, and its P is 0.
     """
     return _make_online(spec, whole_rows=True)
 
 
 @cache
 def make_online_of_lanes(spec):
-    """``online``, but l is of this thread's own columns, for ``sum_lanes`` to add up in the end."""
+    """Make ``online_of_lanes(rS, scale, rm, rl, rf)``, which works as ``online`` for a partial sum
+    l.
+
+    Here l is the sum over this thread's own columns only. ``sum_lanes`` adds the sums of the lanes
+    that share a row at the end.
+    """
     return _make_online(spec, whole_rows=False)
 
 
 @part
 def _make_online(spec, whole_rows):
+    """Make ``online_softmax(rS, scale, rm, rl, rf)``.
+
+    ``whole_rows`` says whether l is the sum of a complete row, or only of this thread's columns.
+    """
     TM, TN, folds, row_maximum = spec.TM, spec.TN, spec.folds_scale, make_row_maximum(spec)
     SHARING, STEP = spec.tx_count if whole_rows else 1, spec.lane_step
 
@@ -234,7 +283,10 @@ def _make_online(spec, whole_rows):
 
 @part
 def make_sum_lanes(spec):
-    """``sum_lanes(rl)``: the sum of each row's value over the lanes that share the row."""
+    """Make ``sum_lanes(rl)``, which adds up each row's value over the lanes that share the row.
+
+    Each of these lanes gets the sum.
+    """
     TM, TX, STEP = spec.TM, spec.tx_count, spec.lane_step
 
     def sum_lanes(rl):
@@ -246,9 +298,11 @@ def make_sum_lanes(spec):
 
 @part
 def make_from_lse(spec):
-    """``from_lse(rS, scale, rL)``: scores to P = exp(S - L); 0 in a row with L = -inf.
+    """Make ``from_lse(rS, scale, rL)``, which turns the scores in rS into P = exp(S - L).
 
-    ``scale`` as of ``online``.
+    ``rL: (TM,)`` holds the logsumexp L of each row, in natural units. P is 0 in a row with L =
+    -inf, because all of its scores are -inf. ``scale`` multiplies the scores only if
+    ``scale_and_mask`` has not done this (``spec.folds_scale``).
     """
     TM, TN, (EI, EJ), folds = spec.TM, spec.TN, spec.element_steps, spec.folds_scale
 
@@ -268,7 +322,11 @@ def make_from_lse(spec):
 
 @part
 def make_logsumexp(spec):
-    """``logsumexp(rv, rm, rl)``: L = m + log l in natural units; -inf where l = 0."""
+    """Make ``logsumexp(rv, rm, rl)``, which sets rv to L = m + log l in natural units.
+
+    ``rm`` holds m in units of log2. L is -inf in a row with l = 0. ``rv`` may be the same array as
+    ``rl``.
+    """
     TM = spec.TM
 
     def logsumexp(rv, rm, rl):

@@ -1,8 +1,9 @@
-"""What a block leaves of its share of a row tile's columns (Flash-Decoding): O unnormalised, l, m.
+"""The epilogue of a key split (Flash-Decoding): each block writes its unnormalised O, its l and its
+m.
 
-Blocks that share a row tile cannot share its softmax. m is a score, so e^(m_split - m) is exact
-where it matters, near 1: a logsumexp in its place would be rounded, which shows where scores are
-large.
+Thread blocks that share a row tile have no common softmax until their results are merged. They
+store m rather than a logsumexp. m is a score, so that e^(m_split - m) is exact near 1, where it
+matters. A logsumexp would be rounded, which gives visible errors if scores are large.
 """
 
 from fa_numba.device import uint32
@@ -13,8 +14,12 @@ from fa_numba.parts.values import make_write
 
 @part
 def writes_split(spec, write_rows):
-    """``write_split(rO, rl, rm, split, i0, rows, head, thread)``: O, l and m of the rows from i0 on
-    of ``rows`` and of a split's columns, O by ``write_rows``.
+    """Make ``write_split(rO, rl, rm, split, i0, rows, head, thread)``, which writes O, l and m of a
+    split.
+
+    ``i0`` is the first row of the tile, and ``rows`` is the number of rows of a sequence.
+    ``write_rows`` is the part that writes O. The results go to the arrays A, l and m of
+    ``head.options``, at the index ``split``. ``merge_splits`` combines them later.
     """
     heads, write_values = spec.tile_heads, make_write(spec)
     rows_of_split = make_rows_of_split(spec)

@@ -1,4 +1,4 @@
-"""One value a row (m, l, L or D) between registers and global memory."""
+"""One float32 value per row (m, l, L or D), moved between registers and global memory."""
 
 from functools import cache
 
@@ -11,21 +11,31 @@ from fa_numba.parts.namespace import part
 
 @cache
 def make_read(spec):
-    """``read(rv, V, row0, rows_end, thread)``: one value a row, read by one lane of each.
+    """Make ``read(rv, V, row0, rows_end, thread)``, which reads one value for each of a thread's
+    rows.
 
-    Rows at or past ``rows_end`` and another warp's get 0.
+    ``rv: (TM,)`` are registers, and ``V`` is one head's array with one value per row. The tile
+    begins at row ``row0``. One lane reads the value of a row and passes it to the other lanes that
+    hold the row. The result is 0 for rows at or past ``rows_end``, and for rows that another warp
+    owns.
     """
     return _make_read(spec, float32(0.0))
 
 
 @cache
 def make_read_maxima(spec):
-    """``read_maxima(rm, m, row0, rows_end, thread)``: ``read`` of m: other rows get -inf."""
+    """Make ``read_maxima(rm, m, row0, rows_end, thread)``, which reads the row maxima m.
+
+    It works as ``read``, but rows that are not read get -inf.
+    """
     return _make_read(spec, NEG_INF)
 
 
 @part
 def _make_read(spec, unread):
+    """Make ``read_values(rv, V, row0, rows_end, thread)``. Rows that are not read get
+    ``unread``.
+    """
     TM, TY, owns, STEP = spec.TM, spec.row_step, make_owns(spec), spec.lane_step
 
     def read_values(rv, V, row0, rows_end, thread):
@@ -42,7 +52,12 @@ def _make_read(spec, unread):
 
 @part
 def make_write(spec):
-    """``write(rv, V, row0, rows_end, thread)``: one value a row, written by one lane."""
+    """Make ``write(rv, V, row0, rows_end, thread)``, which writes one value for each of a thread's
+    rows.
+
+    ``rv: (TM,)`` are registers. One of the lanes that share a row writes the row's value to
+    ``V[row]``. Rows at or past ``rows_end`` are not written.
+    """
     TM, TY, owns = spec.TM, spec.row_step, make_owns(spec)
 
     def write(rv, V, row0, rows_end, thread):

@@ -1,4 +1,10 @@
-"""Which tiles of S a block visits: ranges by mask and window, less what a block mask hides."""
+"""Which tiles of S a thread block visits.
+
+The causal mask, the window and the lengths give a range of tiles. A block mask removes tiles inside
+this range. With a block mask, ``options.next_column[b, h, i, j]`` is the number of the first
+visited column tile from j on, and ``options.next_row[b, h, j, i]`` is the number of the first
+visited row tile from i on.
+"""
 
 from functools import cache
 
@@ -14,9 +20,11 @@ MORE, STARTS = 1 << 29, 1 << 28
 
 @part
 def make_column_range(spec):
-    """``column_range(row0, rows_end, head)``: the columns that some of these rows see.
+    """Make ``column_range(row0, rows_end, head)``, which returns the columns that the rows can see.
 
-    Gives the first column of the first tile and one past the last column.
+    The rows are ``row0`` to ``rows_end`` - 1. The result is the first column of the first column
+    tile, and one past the last column. Only the causal mask, the window and the lengths count here,
+    not a block mask.
     """
     Bc, features = spec.Bc, spec.features
     causal, window = features.causal, features.window
@@ -42,9 +50,11 @@ def make_column_range(spec):
 
 @part
 def make_column_passes(spec):
-    """``column_passes(row0, rows_end, head)``: ``column_range`` of FA-1's outer loop.
+    """Make ``column_passes(row0, rows_end, head)``, which returns the range of FA-1's outer loop.
 
-    The first pass takes place even where no column is seen, if it is the one that initialises O.
+    The result is ``column_range`` of the rows. The first pass of FA-1 also initialises O, l and m,
+    unless the kernel does this before the loop. The range then contains at least one column tile,
+    even if the rows see no column.
     """
     column_range, always = make_column_range(spec), not spec.features.initialises
 
@@ -59,9 +69,11 @@ def make_column_passes(spec):
 
 @part
 def make_backward_passes(spec):
-    """``backward_passes(columns)``: one past the last column that FA-1's backward pass goes to.
+    """Make ``backward_passes(columns)``, which returns one past the last column of FA-1's backward
+    loop.
 
-    Of packed sequences one may be empty: the first pass still takes place, for dQ = 0.
+    ``columns`` is the number of keys. A packed sequence can have no keys. The result is then 1,
+    because the first pass also writes dQ = 0.
     """
     packed = spec.features.packed
 
@@ -75,10 +87,12 @@ def make_backward_passes(spec):
 
 @part
 def make_own_rows(spec):
-    """``own_rows(split_rows, rows)``: the first row of this block, and one past the last. All rows
-    of the head, unless the queries are split.
+    """Make ``own_rows(split_rows, rows)``, which returns the rows of this thread block in FA-1.
 
-    The blocks with most columns go first: a shorter tail.
+    The result is the block's first row, and one past its last row. Each block gets ``split_rows``
+    of the head's ``rows`` rows. Without query splits, that is all rows. With a causal mask the last
+    rows see the most columns, and their blocks start first, so that the last blocks to run are
+    short.
     """
 
     def own_rows(split_rows, rows):
@@ -91,24 +105,33 @@ def make_own_rows(spec):
 
 @cache
 def make_row_range(spec):
-    """``row_range(col0, rows_begin, rows_end, head)``: the rows that see a column tile.
+    """Make ``row_range(col0, rows_begin, rows_end, head)``, which returns the rows that see a
+    column tile.
 
-    Gives the first row of the first tile and one past the last row.
+    The tile begins at column ``col0``. The result is the first row of the first row tile that sees
+    the column tile, and one past the last row. Both are within ``rows_begin`` to ``rows_end``.
     """
     return _make_row_range(spec, takes_all=False)
 
 
 @cache
 def make_rows_of_pass(spec):
-    """``rows_of_pass``: ``row_range`` of FA-1's inner loop, whose pass over the tile at column 0
-    takes all rows where no step before it has initialised O, or dQ.
+    """Make ``rows_of_pass(col0, rows_begin, rows_end, head)``, the range of FA-1's inner loop.
+
+    The result is that of ``row_range``, except for the pass over the tile at column 0. That pass
+    visits all rows, because it initialises O, l and m, or dQ. If the kernel initialises them before
+    the loop (``features.initialises``), no pass is an exception.
     """
     return _make_row_range(spec, takes_all=not spec.features.initialises)
 
 
 @part
 def _make_row_range(spec, takes_all):
-    """``row_range``; with ``takes_all`` the tile at column 0 takes all rows."""
+    """Make ``row_range(col0, rows_begin, rows_end, head)``.
+
+    If ``takes_all`` is true, the column tile at column 0 gets all rows from ``rows_begin`` to
+    ``rows_end``.
+    """
     Br, Bc, features = spec.Br, spec.Bc, spec.features
     causal, window, lengths = features.causal, features.window, features.lengths
 
@@ -136,7 +159,13 @@ def _make_row_range(spec, takes_all):
 
 @part
 def make_next_column(spec):
-    """``next_column(j0, j_end, i0, head)``: from column j0 on, a tile not masked out."""
+    """Make ``next_column(j0, j_end, i0, head)``, which returns the next column tile that row tile
+    i0 visits.
+
+    The search begins at column j0 itself. ``i0`` is the first row of the row tile. The result is
+    the first column of a tile that the block mask does not remove. It is at or past ``j_end`` if
+    there is none. Without a block mask it is j0.
+    """
     Br, Bc, sparse = spec.Br, spec.Bc, spec.features.sparse
 
     def next_column(j0, j_end, i0, head):
@@ -150,7 +179,13 @@ def make_next_column(spec):
 
 @part
 def make_next_row(spec):
-    """``next_row(i0, i_end, j0, head)``: from i0 on, a row tile that column tile j0 sees."""
+    """Make ``next_row(i0, i_end, j0, head)``, which returns the next row tile that visits column
+    tile j0.
+
+    The search begins at row i0 itself. ``j0`` is the first column of the column tile. The result is
+    the first row of a tile that the block mask does not remove. It is at or past ``i_end`` if there
+    is none. Without a block mask it is i0.
+    """
     Br, Bc, sparse = spec.Br, spec.Bc, spec.features.sparse
 
     def next_row(i0, i_end, j0, head):
@@ -164,9 +199,16 @@ def make_next_row(spec):
 
 @part
 def _make_first_of_heads(spec):
-    """``first_of_heads(h, i0, head, j0, h_end, i_first, i_end)``: from row tile i0 of head h on,
-    the first visit of column tile j0, of that head or, unless a block has a single one, of those
-    behind it, before h_end. Where there is none, i0 is not below i_end, or the head is h_end.
+    """Make ``first_of_heads(h, i0, head, j0, h_end, i_first, i_end)``, which returns the next visit
+    of a column tile.
+
+    The search begins at row i0 of query head h. ``j0`` is the first column of the column tile. If
+    the block mask removes all remaining row tiles of head h, the search continues at row
+    ``i_first`` of the next head, before ``h_end``. A block with a single query head does not search
+    other heads.
+
+    The result is a head and the first row of a row tile. If there is no visit, the row is not below
+    ``i_end``, or the head is ``h_end``. Without a block mask the result is h and i0.
     """
     sparse, single, next_row = spec.features.sparse, spec.single_head, make_next_row(spec)
 
@@ -185,8 +227,12 @@ def _make_first_of_heads(spec):
 
 @part
 def make_first_visit(spec):
-    """``first_visit(head, j0, h_end, i_first, i_end)``: the head and row tile of a column tile's
-    first visit; ``head`` is the first of its query heads.
+    """Make ``first_visit(head, j0, h_end, i_first, i_end)``, which returns the first visit of a
+    column tile.
+
+    The result is the query head and the first row of the row tile. ``head`` is the first of the
+    block's query heads, and ``h_end`` is one past the last. ``j0`` is the column tile's first
+    column. The row tiles of a head are in the range from ``i_first`` to ``i_end``.
     """
     first_of_heads = _make_first_of_heads(spec)
 
@@ -198,9 +244,12 @@ def make_first_visit(spec):
 
 @part
 def make_next_visit(spec):
-    """``next_visit(h, i0, head, j0, h_end, i_first, i_end)``: the head and row tile after this one,
-    the next head's first behind the last of a head; of a single head h and i_first are not asked
-    for, and take no registers.
+    """Make ``next_visit(h, i0, head, j0, h_end, i_first, i_end)``, which returns the visit after
+    (h, i0).
+
+    A visit is a query head h and the first row i0 of a row tile. After the last row tile of a head
+    comes the first row tile of the next head. If a block has a single query head, ``h`` and
+    ``i_first`` are not used and take no registers.
     """
     Br, single, sparse = spec.Br, spec.single_head, spec.features.sparse
     first_of_heads = _make_first_of_heads(spec)
@@ -218,8 +267,10 @@ def make_next_visit(spec):
 
 @part
 def make_columns_seen(spec):
-    """``columns_seen(i0, head)``: of the row tile at i0 the first column tile that it visits, and
-    one past the last column.
+    """Make ``columns_seen(i0, head)``, which returns the columns that the row tile at row i0
+    visits.
+
+    The result is the first column of the first visited column tile, and one past the last column.
     """
     ROWS, column_range = spec.head_rows, make_column_range(spec)
     next_column = make_next_column(spec)
@@ -233,8 +284,11 @@ def make_columns_seen(spec):
 
 @part
 def make_rows_seen(spec):
-    """``rows_seen(j0, rows_begin, rows_end, head)``: of a pass of FA-1 over the column tile at j0
-    the first row tile that it visits, and one past the last row.
+    """Make ``rows_seen(j0, rows_begin, rows_end, head)``, which returns the rows of one pass of
+    FA-1.
+
+    The pass is over the column tile at column j0. The result is the first row of the first visited
+    row tile, and one past the last row.
     """
     rows_of_pass, next_row = make_rows_of_pass(spec), make_next_row(spec)
 
@@ -247,8 +301,9 @@ def make_rows_seen(spec):
 
 @part
 def make_sees_more(spec):
-    """``sees_more(i0, j0, head)``: whether the row tile at i0 visits a column tile after the one at
-    j0.
+    """Make ``sees_more(i0, j0, head)``, which says whether a row tile visits a later column tile.
+
+    The row tile begins at row i0. Column tiles after the one at column j0 count as later.
     """
     Br, Bc = spec.Br, spec.Bc
     column_range, next_column = make_column_range(spec), make_next_column(spec)
@@ -262,8 +317,12 @@ def make_sees_more(spec):
 
 @part
 def make_is_unseen(spec):
-    """``is_unseen(i0, head)``: whether O, l and m, or dQ, of some row of the row tile at i0 are
-    started by no visit. Without a block mask any may be, as far as the kernel knows.
+    """Make ``is_unseen(i0, head)``, which says whether the kernel must initialise a row tile before
+    its loop.
+
+    This is so if no visit initialises O, l and m (or dQ) for some row of the tile at row i0. With a
+    block mask, such rows are in no visited tile, or past the valid length. Without a block mask the
+    kernel does not test this, and the result is true.
     """
     Br, sparse, q_lens = spec.Br, spec.features.sparse, spec.features.q_lens
     columns_seen = make_columns_seen(spec)
@@ -280,8 +339,11 @@ def make_is_unseen(spec):
 
 @part
 def make_visit_ahead(spec):
-    """``visit_ahead(i_next, i0, j0, head)``: the word of a visit, of the row tile at i0 and the
-    column tile at j0: i_next, with the bits MORE and STARTS.
+    """Make ``visit_ahead(i_next, i0, j0, head)``, which returns one word that describes a visit.
+
+    The visit is the one of row tile i0 and column tile j0. The word contains ``i_next``, the first
+    row of the row tile that comes after i0. Bit MORE says whether row tile i0 visits a later column
+    tile. Bit STARTS says whether j0 is the first column tile that row tile i0 visits.
     """
     Br, Bc, column_range = spec.Br, spec.Bc, make_column_range(spec)
 
@@ -303,8 +365,11 @@ def make_visit_ahead(spec):
 
 @part
 def make_row_ahead(spec):
-    """``row_ahead(i0, i_end, j0, head)``: ``visit_ahead`` of the row tile at i0, if there is one;
-    without a block mask a number that those below do not look at.
+    """Make ``row_ahead(i0, i_end, j0, head)``, which returns the word of the visit (i0, j0).
+
+    The word is that of ``visit_ahead``. Without a block mask the result is i0, which the functions
+    that take a ``visit`` ignore. The part exists so that a kernel can read the lists of a block
+    mask early.
     """
     Br, Bc, sparse, visit_ahead = spec.Br, spec.Bc, spec.features.sparse, make_visit_ahead(spec)
 
@@ -321,19 +386,23 @@ def make_row_ahead(spec):
 
 @device_function
 def next_by(visit):
-    """The row tile after a visit's, by its word."""
+    """Return the first row of the row tile that comes after a visit, from the visit's word."""
     return uint32(visit & uint32(STARTS - 1))
 
 
 @device_function
 def more_by(visit):
-    """Whether a visit's row tile visits another column tile, by its word."""
+    """Return whether the row tile of a visit visits a later column tile, from the visit's word."""
     return uint32(visit & uint32(MORE)) != uint32(0)
 
 
 @part
 def make_row_after(spec):
-    """``row_after(visit, i0)``: the row tile that is visited after the one at i0."""
+    """Make ``row_after(visit, i0)``, which returns the row tile that is visited after the one at
+    row i0.
+
+    With a block mask the result comes from the word ``visit``, otherwise it is i0 + Br.
+    """
     Br, sparse = spec.Br, spec.features.sparse
 
     def row_after(visit, i0):
@@ -346,7 +415,11 @@ def make_row_after(spec):
 
 @part
 def make_row_sees_more(spec):
-    """``row_sees_more(visit, i0, j0, head)``: ``sees_more``, of a row tile read ahead."""
+    """Make ``row_sees_more(visit, i0, j0, head)``, which says whether a row tile visits a later
+    column tile.
+
+    With a block mask the result comes from the word ``visit``, otherwise from ``sees_more``.
+    """
     sparse, sees_more = spec.features.sparse, make_sees_more(spec)
 
     def row_sees_more(visit, i0, j0, head):
@@ -359,9 +432,13 @@ def make_row_sees_more(spec):
 
 @part
 def make_row_starts(spec):
-    """``row_starts(visit, j0)``: whether the pass over the column tile at j0 is the first that a
-    row tile takes part in, and so starts its O, l and m, or dQ, unread. That is the pass over
-    column 0, unless the kernel has initialised them.
+    """Make ``row_starts(visit, j0)``, which says whether a visit is the first one of its row tile
+    in FA-1.
+
+    The first visit of a row tile starts from O = 0, l = 0 and m = -inf (or dQ = 0), and does not
+    read them from global memory. With a block mask, the word ``visit`` says which visit is the
+    first. Without a block mask it is the visit in the pass over column 0, or no visit if the kernel
+    has initialised the arrays before its loop.
     """
     sparse, initialises = spec.features.sparse, spec.features.initialises
 
@@ -377,8 +454,12 @@ def make_row_starts(spec):
 
 @part
 def make_share(spec):
-    """``share(j0, j_end, split, options)``: of the columns from j0 to j_end those of a split, whole
-    tiles: as many as another split has, or one more. None where there are not enough.
+    """Make ``share(j0, j_end, split, options)``, which returns the columns of one key split.
+
+    The columns from j0 to ``j_end`` are divided into complete tiles. Each of the
+    ``options.kv_splits`` splits gets an equal number of tiles, or one more. The result is the first
+    column of the split, and one past its last column. If there are fewer tiles than splits, some
+    splits get no column.
     """
     Bc = spec.Bc
 
@@ -399,8 +480,12 @@ def make_share(spec):
 
 @part
 def make_share_of_columns(spec):
-    """``share_of_columns(j0, j_end, split, i0, head)``: of the columns that a row tile visits, the
-    first tile of a split and one past its last column; all where nobody shares them.
+    """Make ``share_of_columns(j0, j_end, split, i0, head)``, which returns the columns of one key
+    split.
+
+    The result is the first visited column of the split, and one past its last column. ``i0`` is the
+    first row of the row tile, which matters with a block mask. Without key splits the result is j0
+    and ``j_end``.
     """
     share, next_column, splits = make_share(spec), make_next_column(spec), spec.features.splits
 

@@ -1,7 +1,8 @@
-"""Register fragments: what kernels of several tensor-core units share, a module an idea.
+"""Register fragments: the parts that kernels of several tensor-core units share, one topic per
+module.
 
-A fragment is the part of a matrix that the lanes of a warp have in registers for one instruction.
-The results of ``mma.sync`` and ``wgmma`` lie in registers alike.
+A fragment is the part of a matrix that the lanes of a warp hold in registers for one instruction.
+The results of ``mma.sync`` and of ``wgmma`` have the same layout in registers.
 """
 
 from fa_numba.parts.fragments import pairs as pairs

@@ -1,6 +1,7 @@
-"""Two neighbours of a row in global memory: what a lane has of a fragment's row.
+"""Reads and writes of two neighbouring elements of a row in global memory.
 
-Of 16-bit arrays they are rounded; of float32 sums (``A``) rows start at 8-byte addresses.
+A lane holds pairs of neighbouring elements in a fragment. Elements of 16-bit arrays are converted
+from and to float32. The rows of float32 sums (``A``) must start at 8-byte addresses.
 """
 
 from fa_numba.device import float32, int64, uint32
@@ -12,18 +13,28 @@ from fa_numba.parts.namespace import part
 
 
 def conversions(dtype):
-    """Return (pack, unpack): two floats to a word of two 16-bit elements, and back."""
+    """Return two device functions, pack and unpack, for a 16-bit dtype.
+
+    ``pack`` rounds two floats to a word of two 16-bit elements. ``unpack`` converts such a word to
+    two floats.
+    """
     return CONVERSIONS[DTYPES[dtype].matrix]
 
 
 def _row(spec):
-    """Elements of a row: of O where V has a head dimension of its own."""
+    """Return the number of elements in a row of the output: V's head dimension if it has its
+    own.
+    """
     return getattr(spec, "d_v", spec.head_dim)
 
 
 @part
 def make_read_two(spec):
-    """``read_two(T, row, col)``: two neighbours of a row in float32, 0 past its end."""
+    """Make ``read_two(T, row, col)``, which returns the elements at col and col + 1 of a 16-bit
+    row.
+
+    The result is two floats. The second is 0 if the row ends after ``col``.
+    """
     d, aligned = _row(spec), spec.aligned
     _, unpack = conversions(spec.dtype)
 
@@ -40,9 +51,12 @@ def make_read_two(spec):
 
 @part
 def make_write_two(spec, cols_end=None):
-    """``write_two(T, row, col, low, high)``: two neighbours of a row, rounded.
+    """Make ``write_two(T, row, col, low, high)``, which writes ``low`` and ``high`` to col and col
+    + 1 of a row.
 
-    ``cols_end`` is the length of T's rows, where that is not what ``spec`` says.
+    The values are rounded to 16 bits, or written as float32 if the kernel works with planes.
+    Elements past the end of the row are not written. ``cols_end`` is the length of T's rows, if it
+    differs from the output of ``spec``.
     """
     if spec.features.planes > 1:  # O of float32 matrices
         return _make_write_two_floats(spec, cols_end or _row(spec))
@@ -65,7 +79,9 @@ def make_write_two(spec, cols_end=None):
 
 @part
 def _make_write_two_floats(spec, d):
-    """``write_two(T, row, col, low, high)``: two neighbours of a row of float32."""
+    """Make ``write_two(T, row, col, low, high)`` for a float32 array with rows of ``d``
+    elements.
+    """
     aligned = spec.aligned
 
     def write_two(T, row, col, low, high):
@@ -82,8 +98,11 @@ def _make_write_two_floats(spec, d):
 
 @part
 def make_read_floats(spec):
-    """``read_floats(A, row, col, inside)``: two neighbours of a float32 row, zeros past its end and
-    where not ``inside``. Rows start at 8-byte addresses; nothing past the end is touched.
+    """Make ``read_floats(A, row, col, inside)``, which returns the elements at col and col + 1 of a
+    float32 row.
+
+    Both are 0 if ``inside`` is false, and elements past the end of the row are 0. The rows must
+    start at 8-byte addresses. No memory past the end of a row is read.
     """
     head_dim = _row(spec)
     odd = head_dim % 2 == 1
@@ -99,7 +118,9 @@ def make_read_floats(spec):
 
 @part
 def make_read_sums(spec):
-    """``read_sums(O, row, col, inside)``: two neighbours of a float32 row that starts anywhere."""
+    """Make ``read_sums(O, row, col, inside)``, which works as ``read_floats`` for rows that start
+    at any address.
+    """
     head_dim = _row(spec)
     if spec.features.planes == 1 or spec.aligned:
         return make_read_floats(spec)
@@ -117,7 +138,11 @@ def make_read_sums(spec):
 
 @part
 def make_write_floats(spec):
-    """``write_floats(A, row, col, inside, low, high)``: two neighbours of a float32 row to it."""
+    """Make ``write_floats(A, row, col, inside, low, high)``, which writes two neighbours of a
+    float32 row.
+
+    Nothing is written if ``inside`` is false, and no element past the end of the row is written.
+    """
     head_dim = _row(spec)
     odd = head_dim % 2 == 1
 
@@ -131,8 +156,12 @@ def make_write_floats(spec):
 
 @part
 def write_pairs_of(spec, pairs, place):
-    """``write_sums(rT, A, row0, rows_end, own)``: the ``pairs`` of a thread's part of a tile to
-    memory, in float32: so many rows and columns from its first element, which ``place`` finds.
+    """Make ``write_sums(rT, A, row0, rows_end, own)``, which writes a thread's part of a tile in
+    float32.
+
+    ``place(row0, rows_end, own)`` returns the row and column of the thread's first element, and the
+    number of rows from there to the end. Pair number e of the registers rT belongs ``pairs[e]`` =
+    (rows, columns) after the first element. ``own`` is what ``place`` needs to identify the thread.
     """
     write_floats = make_write_floats(spec)
 
@@ -147,7 +176,12 @@ def write_pairs_of(spec, pairs, place):
 
 @part
 def write_rounded_of(spec, pairs, place):
-    """``write_rounded(rT, T, factor, row0, rows_end, own)``: factor times these pairs, rounded."""
+    """Make ``write_rounded(rT, T, factor, row0, rows_end, own)``, which writes ``factor`` times a
+    thread's part of a tile.
+
+    The values are rounded to the dtype of T. ``pairs``, ``place`` and ``own`` are those of
+    ``write_pairs_of``.
+    """
     write_two = make_write_two(spec)
 
     def write_rounded(rT, T, factor, row0, rows_end, own):
@@ -163,7 +197,11 @@ def write_rounded_of(spec, pairs, place):
 
 @part
 def make_add_two(spec):
-    """``add_two(T, row, col, inside, low, high)``: atomic adds to two neighbours of a row."""
+    """Make ``add_two(T, row, col, inside, low, high)``, which adds to two neighbours of a row
+    atomically.
+
+    Nothing is added if ``inside`` is false, or past the end of the row.
+    """
     head_dim = _row(spec)
     odd = head_dim % 2 == 1
     add = add_pair_vector if spec.vector_adds else add_pair

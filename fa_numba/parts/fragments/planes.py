@@ -1,11 +1,16 @@
-"""Planes: two or three 16-bit numbers whose sum is a float32 number, for products on tensor cores.
+"""Planes: two or three 16-bit numbers whose sum approximates a float32 number.
 
-x = x0 + x1 + ..., and each plane is the nearest 16-bit number to what those before it leave of x:
+Tensor cores multiply 16-bit numbers. A float32 number x is the sum x0 + x1 + ... of its planes.
+Plane i is the 16-bit number that is nearest to x minus the planes before it. A product of two
+matrices becomes a sum of products of planes:
 
     A B = A0 B0 + (A0 B1 + A1 B0) + (A0 B2 + A1 B1 + A2 B0) + ...
 
-Of n planes those products are made whose numbers add up to less than n: plane i is 2^-8 i of x in
-bfloat16, 2^-11 i in float16.
+With n planes, the kernels compute the products Ai Bj with i + j < n. Plane i is smaller than x by a
+factor of about 2^(-8 i) in bfloat16, and 2^(-11 i) in float16.
+
+float16 planes are scaled: an array is multiplied by a power of two before it is split, because the
+range of float16 is small.
 """
 
 from functools import cache
@@ -26,8 +31,11 @@ _LEAST, _MOST = float32(2.0**-100), float32(2.0**126)
 
 @part
 def make_units(spec):
-    """``units(scale, head)``: what Q KT is to be multiplied by for ``scale`` times the scores, and
-    P V for the output: planes of float16 are times powers of two.
+    """Make ``units(scale, head)``, which returns two factors that undo the scaling of planes.
+
+    The first factor turns the product Q KT of the planes into ``scale`` times the scores. The
+    second factor turns P V into the output. With dropout, it also contains 1 / (1 - dropout_p).
+    Without planes the results are ``scale`` and 1.
     """
     scaled, packed = spec.features.scaled, spec.features.packed
     drops = spec.features.dropout and spec.planes > 1
@@ -48,20 +56,30 @@ def make_units(spec):
 
 @device_function
 def power_of_two(size):
-    """What planes of a matrix with this largest element are multiplied by: a power of two."""
+    """Return the power of two by which an array is multiplied before it is split into float16
+    planes.
+
+    ``size`` is the largest absolute value of the array. After the product, the largest element is
+    at least 2^13 and below 2^14, if ``size`` is between 2^-100 and 2^126.
+    """
     return TARGET * inverse_power(min(maximum(size, _LEAST), _MOST))
 
 
 @cache
 def make_split(dtype, planes):
-    """``split(words, at, step, low, high)``: the planes of two numbers to words[at], [at + step],
-    ..., two 16-bit elements each.
+    """Make ``split(words, at, step, low, high)``, which stores the planes of two numbers.
+
+    Plane p of ``low`` and ``high`` goes to ``words[at + p step]``, as a word of two 16-bit
+    elements.
     """
     return _make_split(dtype, planes)
 
 
 @part
 def _make_split(dtype, planes):
+    """Make ``split`` of ``make_split``. It stores one plane, and calls the next function of this
+    kind for the rest.
+    """
     pack, unpack = conversions(dtype)
     rest = _make_split(dtype, planes - 1) if planes > 1 else _nothing
 
@@ -80,13 +98,20 @@ def _nothing(a, b, c, d, e):
 
 
 def pairs_of_planes(planes):
-    """The products that are made, of A's and B's planes, from the smallest on."""
+    """Return the pairs (i, j) of planes of A and B whose products are computed.
+
+    The pairs come in the order of the size of their products, from the smallest to the largest.
+    """
     return [(i, n - i) for n in range(planes - 1, -1, -1) for i in range(n + 1)]
 
 
 @part
 def make_score_factor(spec):
-    """``score_factor(scale, head)``: what Q KT is to be multiplied by for ``scale`` times it."""
+    """Make ``score_factor(scale, head)``, which returns the factor from the product Q KT to
+    ``scale`` times the scores.
+
+    The factor undoes the powers of two of scaled planes. Without scaled planes it is ``scale``.
+    """
     scaled, packed = spec.features.scaled, spec.features.packed
 
     def score_factor(scale, head):

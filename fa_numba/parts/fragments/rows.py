@@ -1,5 +1,7 @@
-"""A thread's part of a tile of O, dQ, dK or dV in the registers of a tensor core's result: between
-registers and global memory.
+"""A thread's part of a tile of O, dQ, dK or dV, moved between tensor-core registers and global
+memory.
+
+The registers have the layout of a tensor core's result.
 """
 
 from functools import cache
@@ -12,15 +14,20 @@ from fa_numba.parts.namespace import part
 
 @cache
 def make_write_rows(spec):
-    """``write_rows(rO, O, row0, rows_end, thread)``: this thread's part of an O tile, rounded."""
+    """Make ``write_rows(rO, O, row0, rows_end, thread)``, which writes a thread's part of O,
+    rounded.
+
+    The tile begins at row ``row0`` of O. Rows at or past ``rows_end`` are not written.
+    """
     return write_halves(spec)
 
 
 @part
 def write_halves(spec, cols_end=None):
-    """``write_rows(rO, O, row0, rows_end, thread)``: a thread's part of a tile, rounded.
+    """Make ``write_rows(rO, O, row0, rows_end, thread)``, which writes a thread's part of a tile,
+    rounded.
 
-    ``cols_end`` is the length of O's rows, where that is not the head dimension of ``spec``.
+    ``cols_end`` is the length of O's rows, if it differs from the output of ``spec``.
     """
     TM, DN4, STEP = spec.TM, 4 * spec.DN, spec.row_step
     write_two, owns = make_write_two(spec, cols_end), make_owns(spec)
@@ -38,9 +45,10 @@ def write_halves(spec, cols_end=None):
 
 @part
 def make_read_fragments(spec):
-    """``read_fragments(rO, A, row0, rows_end, thread)``: its part of a float32 tile, or zeros.
+    """Make ``read_fragments(rO, A, row0, rows_end, thread)``, which reads a thread's part of a
+    float32 tile.
 
-    Zeros too in another warp's rows.
+    Rows at or past ``rows_end``, and rows that another warp owns, become 0.
     """
     TM, DN4, STEP = spec.TM, 4 * spec.DN, spec.row_step
     owns, read_floats = make_owns(spec), make_read_sums(spec)
@@ -61,7 +69,11 @@ def make_read_fragments(spec):
 
 @part
 def make_write_fragments(spec):
-    """``write_fragments(rO, A, row0, rows_end, thread)``: its part of a float32 tile to memory."""
+    """Make ``write_fragments(rO, A, row0, rows_end, thread)``, which writes a thread's part of a
+    float32 tile.
+
+    Rows at or past ``rows_end``, and rows that another warp owns, are not written.
+    """
     TM, DN4, STEP = spec.TM, 4 * spec.DN, spec.row_step
     owns, write_floats = make_owns(spec), make_write_floats(spec)
 
