@@ -1,4 +1,4 @@
-"""The parts of the kernels on tensor cores (``mma.sync``), a module an idea."""
+"""The parts of the kernels on tensor cores (``mma.sync``), one topic per module."""
 
 from fa_numba.parts import scores, values, visits
 from fa_numba.parts.fragments import pairs

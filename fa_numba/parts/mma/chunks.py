@@ -1,7 +1,8 @@
-"""Chunks: eight neighbouring 16-bit elements of a row, which one 16-byte access moves.
+"""Reads and writes of chunks: eight neighbouring 16-bit elements of a row, moved by one 16-byte
+access.
 
 Rows start at 16-byte addresses. The threads of a block take the chunks of a tile or of a row in
-turns, and each thread touches its own chunks alone.
+turns. Each thread reads and writes only its own chunks.
 """
 
 from dataclasses import dataclass
@@ -18,12 +19,13 @@ from fa_numba.parts.namespace import part
 
 @dataclass(frozen=True)
 class ChunkMap:
-    """Which chunks of a tile each thread copies: ``rows`` rows of ``chunks`` chunks, ``threads``
-    threads.
+    """Which chunks of a tile each thread copies.
 
-    In one turn the threads cover ``width`` neighbouring chunks of ``down`` rows, a chunk each. The
-    width divides both counts, so that all chunks of a thread lie at constants from its first: the
-    n-th is ``n // along * down`` rows below and ``n % along * right`` elements to the right.
+    The tile has ``rows`` rows of ``chunks`` chunks, and ``threads`` threads copy it in turns. In
+    one turn, each thread copies one chunk, and the threads together cover ``width`` neighbouring
+    chunks of ``down`` rows. ``width`` divides both ``chunks`` and ``threads``. The distance of a
+    thread's n-th chunk from its first is therefore a constant: ``n // along * down`` rows below and
+    ``n % along * right`` elements to the right.
     """
 
     rows: int
@@ -32,37 +34,44 @@ class ChunkMap:
 
     @property
     def width(self):
-        """Neighbouring chunks of a row in one turn."""
+        """Number of neighbouring chunks of a row in one turn."""
         return gcd(self.chunks, self.threads)
 
     @property
     def along(self):
-        """Turns that a row takes."""
+        """Number of turns for one row."""
         return self.chunks // self.width
 
     @property
     def down(self):
-        """Rows in one turn."""
+        """Number of rows in one turn."""
         return self.threads // self.width
 
     @property
     def right(self):
-        """Elements of a row in one turn."""
+        """Number of elements of a row in one turn."""
         return 8 * self.width
 
     @property
     def turns(self):
+        """Number of turns for the complete tile."""
         return ceil_div(self.rows, self.down) * self.along
 
     @property
     def whole(self):
-        """Whether the last turn ends with the last row, so that no thread is without a chunk."""
+        """Whether every thread has a chunk in every turn, because the last turn ends with the last
+        row.
+        """
         return self.rows % self.down == 0
 
 
 @part
 def make_first_chunk(chunks):
-    """``first_chunk(thread)``: (row, column) of a thread's first chunk in the tile."""
+    """Make ``first_chunk(thread)``, which returns the row and the column of a thread's first chunk
+    in a tile.
+
+    ``chunks`` is a ``ChunkMap``. The column counts elements.
+    """
     width = chunks.width
 
     def first_chunk(thread):
@@ -74,7 +83,11 @@ def make_first_chunk(chunks):
 
 @part
 def make_turn(chunks):
-    """``turn(n)``: rows below and elements to the right of a thread's first chunk, of its n-th."""
+    """Make ``turn(n)``, which returns the distance of a thread's n-th chunk from its first chunk.
+
+    The result is a number of rows below and a number of elements to the right. ``chunks`` is a
+    ``ChunkMap``.
+    """
     along, down, right = chunks.along, chunks.down, chunks.right
 
     def turn(n):
@@ -85,7 +98,12 @@ def make_turn(chunks):
 
 @part
 def make_load_row(threads, resident):
-    """``load_row(sRow, T, row, cols_end)``: this thread's chunks of a row, where ``resident``."""
+    """Make ``load_row(sRow, T, row, cols_end)``, which starts to copy this thread's chunks of a row
+    to sRow.
+
+    ``resident`` says whether the kernel keeps rows in shared memory. If not, ``load_row`` does
+    nothing.
+    """
 
     def load_row(sRow, T, row, cols_end):
         if resident:
@@ -100,9 +118,11 @@ def make_load_row(threads, resident):
 
 @part
 def make_read_chunk(dtype, resident):
-    """``read_chunk(r, sRow, T, row, col, cols_end)``: a chunk, 0 beyond the row's end, as float32.
+    """Make ``read_chunk(r, sRow, T, row, col, cols_end)``, which reads the chunk at column ``col``
+    into r.
 
-    From shared memory where ``load_row`` has put it there, or from T.
+    ``r: (8,)`` are float32 registers. Elements at or past ``cols_end`` become 0. If ``resident``,
+    the chunk comes from shared memory, where ``load_row`` has stored it, otherwise from T.
     """
     _, unpack = conversions(dtype)
 
@@ -129,7 +149,11 @@ def make_read_chunk(dtype, resident):
 
 @part
 def make_write_chunk(dtype):
-    """``write_chunk(r, T, row, col, cols_end)``: a chunk of float32, rounded."""
+    """Make ``write_chunk(r, T, row, col, cols_end)``, which rounds the chunk r and writes it to a
+    row of T.
+
+    Elements at or past ``cols_end`` are not written.
+    """
     pack, _ = conversions(dtype)
 
     def write_chunk(r, T, row, col, cols_end):

@@ -1,4 +1,4 @@
-"""A thread's part of O, S, P and dS on tensor cores: between registers and memory."""
+"""A thread's part of O and S on tensor cores, moved between registers and memory."""
 
 from functools import cache
 
@@ -20,8 +20,12 @@ from fa_numba.tiling.mma_rows import CHUNK
 
 @part
 def make_write_tile(spec):
-    """``write_tile(rO, sO, O, warp_row, row0, rows_end, thread)``: this warp's rows of an O tile,
-    rounded, by way of the same rows of sO; unaligned ones element by element.
+    """Make ``write_tile(rO, sO, O, warp_row, row0, rows_end, thread)``, which writes a warp's rows
+    of O, rounded.
+
+    The tile begins at row ``row0``, and the warp's rows at row ``warp_row`` of the tile. If
+    possible (``spec.stores_wide``), the rows go through the warp's rows of shared memory sO, so
+    that each store to global memory moves 16 bytes. No other warp may use these rows.
     """
     if spec.tile_heads > 1:
         return _write_tile_of_heads(spec)
@@ -44,7 +48,12 @@ def make_write_tile(spec):
 
 @part
 def _write_tile_of_heads(spec):
-    """``write_tile(rO, sO, O, warp_row, i0, rows_end, thread)``: this thread's part of O."""
+    """Make ``write_tile(rO, sO, O, warp_row, i0, rows_end, thread)`` for tiles that several heads
+    share.
+
+    ``O: (rows, heads, d)`` contains the rows of all query heads that share the tile, and i0 is the
+    first row of each head.
+    """
     TM, DN4, STEP, heads = spec.TM, 4 * spec.DN, spec.row_step, spec.tile_heads
     write_two = make_write_two(spec)
 
@@ -63,13 +72,18 @@ def _write_tile_of_heads(spec):
 
 @part
 def make_write_values(spec):
-    """``write_values(rv, V, i0, rows_end, thread)``: one value a row, written by one lane."""
+    """Make ``write_values(rv, V, i0, rows_end, thread)``, which writes one value for each of a
+    thread's rows.
+
+    One of the lanes that share a row writes the value. If several heads share the tile, ``V: (rows,
+    heads)``, otherwise ``V: (rows,)``.
+    """
     return make_write(spec) if spec.tile_heads == 1 else _write_values_of_heads(spec)
 
 
 @part
 def _write_values_of_heads(spec):
-    """``write_values(rv, V, i0, rows_end, thread)``: one value a row, written by one lane."""
+    """Make ``write_values(rv, V, i0, rows_end, thread)`` for tiles that several heads share."""
     TM, STEP, heads = spec.TM, spec.row_step, spec.tile_heads
 
     def write_values(rv, V, i0, rows_end, thread):
@@ -84,7 +98,11 @@ def _write_values_of_heads(spec):
 
 @part
 def _make_store_rows(TM, rows, STEP, dtype):
-    """A thread's part of a tile's ``rows``, rounded, to shared memory."""
+    """Make ``store_rows(sT, rT, thread)``, which stores a thread's part of a tile, rounded, in
+    shared memory.
+
+    ``rows`` is the layout of the tile in shared memory (``tiling.mma_rows.TileRows``).
+    """
     pack, _ = conversions(dtype)
     columns, pitch = rows.columns, rows.pitch
     exchange, further = make_exchange(rows), make_further(rows)
@@ -101,9 +119,12 @@ def _make_store_rows(TM, rows, STEP, dtype):
 
 @part
 def _make_write_whole(count, rows, uneven):
-    """A warp's ``count`` tile ``rows`` to T; neighbouring lanes write neighbouring 16 bytes.
+    """Make ``write_whole(sT, T, warp_row, row0, rows_end, col0, cols_end)``, which writes a warp's
+    rows of a tile.
 
-    Rows of T start at 16-byte addresses. ``uneven`` is for rows that end within 16 bytes.
+    The warp's ``count`` rows begin at row ``warp_row`` of the tile sT in shared memory. The tile
+    goes to (row0, col0) of T. Neighbouring lanes write neighbouring 16 bytes, and the rows of T
+    must start at 16-byte addresses. ``uneven`` says that ``cols_end`` need not be a multiple of 8.
     """
     chunks = ChunkMap(count, rows.columns // CHUNK, 32)
     assert chunks.whole, "the next warp's rows begin where these end"
@@ -146,13 +167,20 @@ def _make_write_whole(count, rows, uneven):
 
 @cache
 def make_store_scores(spec):
-    """``store_scores(sS, rS, thread)``: this thread's part of a tile of S, rounded."""
+    """Make ``store_scores(sS, rS, thread)``, which stores a thread's part of S, rounded, in shared
+    memory.
+    """
     return _make_store_rows(spec.TM, spec.rows_s, spec.row_step, spec.dtype)
 
 
 @part
 def make_times_scores(spec):
-    """``times_scores(rS, S, row0, rows_end, col0, cols_end, thread)``: rS times a tile of S."""
+    """Make ``times_scores(rS, S, row0, rows_end, col0, cols_end, thread)``, which multiplies rS by
+    a tile of S.
+
+    rS holds derivatives of the scores, and the tile of the array S in global memory holds dS.
+    Elements outside of the rows and columns are not changed.
+    """
     TM, TN, STEP = spec.TM, spec.TN, spec.row_step
     _, unpack = conversions(spec.dtype)
     column, times_slope = make_column(spec), make_times_slope(spec.features)
@@ -171,11 +199,17 @@ def make_times_scores(spec):
 
 @cache
 def make_write_scores(spec):
-    """``write_scores(sS, S, warp_row, row0, rows_end, col0, cols_end)``: this warp's rows of it."""
+    """Make ``write_scores(sS, S, warp_row, row0, rows_end, col0, cols_end)``, which writes a warp's
+    rows of S.
+
+    The rows come from shared memory sS, where ``store_scores`` has stored them.
+    """
     return _make_write_whole(8 * spec.TM, spec.rows_s, True)
 
 
 @cache
 def make_write_split(spec):
-    """``write_split``: see ``splits.writes_split``."""
+    """Make ``write_split``, which writes O, l and m of a key split: see
+    ``split_epilogue.writes_split``.
+    """
     return writes_split(spec, make_write_fragments(spec))

@@ -1,7 +1,8 @@
-"""What FlashAttention-1 passes through global memory: O, l and m of a row tile.
+"""The state that FlashAttention-1 passes through global memory on tensor cores: O, l and m of a row
+tile.
 
-O is in float32 there (``A``), until a row tile's last pass rounds it to O; of float32 matrices, in
-planes, it is O itself.
+Between the passes, O is in float32 (``A``). The last pass of a row tile rounds it to O. With
+planes, the output is float32, and O itself holds the state.
 """
 
 from fa_numba.device import uint32
@@ -16,8 +17,13 @@ from fa_numba.parts.visits import make_is_unseen, make_row_sees_more, make_row_s
 
 @part
 def make_initialise(spec):
-    """``initialise(rO, rl, rm, state, row0, rows_end, head, thread)``: O = 0, l = 0, m = -inf of
-    these rows, as far as no visit starts them.
+    """Make ``initialise(rO, rl, rm, state, row0, rows_end, head, thread)``, which initialises O, l
+    and m.
+
+    It writes O = 0, l = 0 and m = -inf to global memory, or l = 1 and m = s with a sink s. It does
+    this for the row tiles from ``row0`` to ``rows_end`` that no visit initialises. If the first
+    pass initialises all row tiles, it does nothing. ``rO``, ``rl`` and ``rm`` are registers that it
+    may overwrite.
     """
     Br, start, initialises = spec.Br, make_start(spec), spec.features.initialises
     is_unseen = make_is_unseen(spec)
@@ -43,8 +49,11 @@ def make_initialise(spec):
 
 @part
 def make_read_state(spec):
-    """``read_state(rO, rl, rm, state, visit, tile, rows_end)``: O, l and m of a row tile; of a
-    visit that starts them nothing is read.
+    """Make ``read_state(rO, rl, rm, state, visit, tile, rows_end)``, which reads O, l and m of a
+    row tile.
+
+    If the visit is the first one of the row tile, it reads nothing. It then sets O = 0, l = 0 and m
+    = -inf, or l = 1 and m = s with a sink s.
     """
     row_starts, read_fragments = make_row_starts(spec), make_read_fragments(spec)
     in_place = spec.planes > 1
@@ -66,8 +75,11 @@ def make_read_state(spec):
 
 @part
 def make_write_state(spec):
-    """``write_state(rO, rl, rm, state, visit, tile, rows_end)``: O, l and m of a row tile to
-    memory, O to A if there is more to come.
+    """Make ``write_state(rO, rl, rm, state, visit, tile, rows_end)``, which writes O, l and m of a
+    row tile.
+
+    O goes to A in float32 if the row tile visits a later column tile. Otherwise it is rounded and
+    goes to O.
     """
     sees_more = make_row_sees_more(spec)
     write_rows, write_fragments = make_write_rows(spec), make_write_fragments(spec)

@@ -1,9 +1,10 @@
-"""Operands of ``mma`` from shared memory to registers: fragments of 16 x 16, by ``ldmatrix``.
+"""Fragments of 16 x 16 elements, loaded from shared memory to registers by ``ldmatrix``.
 
-Warp w takes rows 16 R w and on of a row tile, R fragments of 16 rows each, and every column; or,
-where the warps split the keys, all rows and the columns from ``warp_column`` on.
-Registers of S and O run along rows, as on CUDA cores: element i TN + j of S is row ty + 8 i and
-column j of the thread's, so that rows 2 r and 2 r + 1 share the fragments of r.
+The products ``mma`` need their operands as fragments. Warp w computes the rows from 16 R w on of a
+row tile, that is R fragments of 16 rows, and all columns. If the warps split the keys, each warp
+computes all rows, and the columns from ``warp_column()`` on. Element (i, j) of a thread's part of S
+is in register i TN + j. It is in row ty + 8 i, so that the rows 2 r and 2 r + 1 of a thread belong
+to fragment r.
 """
 
 from fa_numba.device import cuda, uint32
@@ -14,12 +15,18 @@ from fa_numba.parts.namespace import part
 
 @part
 def make_place(rows, carries=False):
-    """``place(rows_first, col0)``: the place of this lane's row among the four 8 x 8 tiles that one
-    ``ldmatrix`` reads, from column ``col0`` of a tile with these ``rows`` on.
+    """Make ``place(rows_first, col0)``, which returns the index in shared memory at which this lane
+    points.
 
-    Lane 8 t + r points at row r of tile t. With ``rows_first`` tiles 0 and 1 are above each other,
-    and 2 and 3 to the right of them; without, 0 and 1 beside each other, 2 and 3 below. ``carries``
-    as ``make_further`` says.
+    ``ldmatrix`` reads four tiles of 8 x 8 elements, and lane 8 t + r points at row r of tile t. The
+    four tiles begin at column ``col0`` of a tile in shared memory with the layout ``rows``.
+
+    | ``rows_first`` | tiles 0 and 1 | tiles 2 and 3 |
+    |---|---|---|
+    | true | one above the other | to the right of tiles 0 and 1 |
+    | false | next to each other | below tiles 0 and 1 |
+
+    If ``carries``, the index is without the swizzle, as ``make_further`` needs it.
     """
     pitch, exchange = rows.pitch, make_exchange(rows)
 
@@ -39,7 +46,12 @@ def make_place(rows, carries=False):
 
 @part
 def make_load_fragment(spec):
-    """``load_fragment(rQ, sQ, at, r, k)``: rows 16 r, columns 16 k on of Q from ``at``."""
+    """Make ``load_fragment(rQ, sQ, at, r, k)``, which loads one 16 x 16 fragment of Q into the
+    registers rQ.
+
+    The fragment is number r along the rows and number k along the columns. ``at`` is the index of
+    ``place`` for the first fragment.
+    """
     K, further = spec.planes * spec.DK, make_further(spec.rows)
 
     def load_fragment(rQ, sQ, at, r, k):

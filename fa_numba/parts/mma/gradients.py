@@ -1,5 +1,7 @@
-"""Backward on tensor cores: S and dP stand transposed in registers, a warp has its own columns of
-dK and dV, and the warps share dQ of a row tile.
+"""Parts of the backward pass on tensor cores: dQ, dK and dV in registers and global memory.
+
+S and dP are transposed in registers. Each warp has its own rows of dK and dV, and the warps share
+the row tile of dQ.
 """
 
 from functools import cache
@@ -29,10 +31,13 @@ from fa_numba.parts.visits import make_is_unseen, make_row_sees_more, make_row_s
 
 @part
 def make_query_place(spec):
-    """``place(row0, rows_end, turn)``: row and column of this thread's first element of dQ, in the
-    whole matrix, and the rows from there to the end; ``turn`` counts ``query_turns``.
+    """Make ``query_place(row0, rows_end, turn)``, which returns where this thread's part of dQ
+    begins.
 
-    Its pair e, of registers 2 e and 2 e + 1, stands PAIRS[e] rows and columns further.
+    The result is the row and the column of the first element in the array, and the number of rows
+    from there to ``rows_end``. ``turn`` is 0 or 1, because a large dQ is computed in
+    ``spec.query_turns`` turns. ``_query_pairs`` gives the distances of the other elements from the
+    first.
     """
     R, ALONG = spec.query_fragments, spec.chunk_warps
 
@@ -47,6 +52,11 @@ def make_query_place(spec):
 
 
 def _query_pairs(spec):
+    """Return the distance, in rows and columns, of each pair of a thread's dQ from its first
+    element.
+
+    Pair number e consists of the registers 2 e and 2 e + 1.
+    """
     R, C, STEP = spec.query_fragments, spec.query_chunks, spec.chunk_step
     return tuple(
         (16 * r + 8 * half, 16 * c * STEP + 8 * n)
@@ -59,7 +69,7 @@ def _query_pairs(spec):
 
 @part
 def make_start_dq(spec):
-    """``start_dq(rdQ)``: dQ = 0."""
+    """Make ``start_dq(rdQ)``, which sets dQ = 0 in registers."""
     RQ = 8 * spec.query_fragments * spec.query_chunks
 
     def start_dq(rdQ):
@@ -71,8 +81,11 @@ def make_start_dq(spec):
 
 @part
 def make_add_dq(spec):
-    """``add_dq(rdQ, sdS, sK, A, row0, rows_end)``: A += this warp's part of dQ, by atomic adds;
-    where it is made in two turns, of the second one too, which begins here.
+    """Make ``add_dq(rdQ, sdS, sK, A, row0, rows_end)``, which adds this warp's part of dQ to A
+    atomically.
+
+    If dQ is computed in two turns, rdQ holds the first turn. ``add_dq`` then also computes and adds
+    the second turn, from sdS and sK.
     """
     pairs, place = _query_pairs(spec), make_query_place(spec)
     add_two, start_dq, dq = make_add_two(spec), make_start_dq(spec), make_dq(spec)
@@ -98,8 +111,11 @@ def make_add_dq(spec):
 
 @part
 def make_read_dq(spec):
-    """``read_dq(rdQ, A, visit, tile, rows_end, turn)``: this warp's part of dQ so far, zeros past
-    the end; of a visit that starts it nothing is read.
+    """Make ``read_dq(rdQ, A, visit, tile, rows_end, turn)``, which reads this warp's part of dQ
+    from A.
+
+    Rows at or past ``rows_end`` become 0. If the visit is the first one of the row tile, all rows
+    become 0, and nothing is read.
     """
     row_starts = make_row_starts(spec)
     pairs, place = _query_pairs(spec), make_query_place(spec)
@@ -121,9 +137,13 @@ def make_read_dq(spec):
 
 @part
 def make_write_dq(spec):
-    """``write_dq(rdQ, operands, results, scale, visit, tile, rows_end)``: this warp's part of dQ:
-    to A, if there is more to come, else scale times it to dQ, rounded; ``results`` are both. In two
-    turns the second one too, of the ``operands`` dS and K.
+    """Make ``write_dq(rdQ, operands, results, scale, visit, tile, rows_end)``, which writes this
+    warp's part of dQ in FA-1.
+
+    ``results`` is the pair (A, dQ) of arrays. The part goes to A in float32 if the row tile visits
+    a later column tile. Otherwise ``scale`` times the part is rounded and goes to dQ. If dQ is
+    computed in two turns, the function also computes and writes the second turn, from ``operands``,
+    the pair (sdS, sK).
     """
     write_sums, write_rounded = _make_write_sums(spec), _make_write_rounded(spec)
     read_dq, dq, twice = make_read_dq(spec), make_dq(spec), spec.query_turns > 1
@@ -150,8 +170,12 @@ def make_write_dq(spec):
 
 @part
 def make_initialise_dq(spec):
-    """``initialise_dq(rdQ, A, dQ, scale, first, heads, row0, rows_end)``: dQ = 0 of these heads and
-    rows, as far as no visit starts it.
+    """Make ``initialise_dq(rdQ, A, dQ, scale, first, heads, row0, rows_end)``, which writes dQ = 0
+    in FA-1.
+
+    It writes to A and dQ, for the row tiles from ``row0`` to ``rows_end`` that no visit
+    initialises, in ``heads`` query heads from ``first`` on. With a block mask it writes only to dQ.
+    If the first pass initialises all row tiles, it does nothing.
     """
     is_unseen, sparse = make_is_unseen(spec), spec.features.sparse
     Br, initialises, start_dq = spec.Br, spec.features.initialises, make_start_dq(spec)
@@ -183,20 +207,25 @@ def make_initialise_dq(spec):
 
 @cache
 def _make_write_sums(spec):
-    """``write_sums(rdQ, A, row0, rows_end, turn)``: a warp's part of dQ to memory, in float32."""
+    """Make ``write_sums(rdQ, A, row0, rows_end, turn)``, which writes a warp's part of dQ to A in
+    float32.
+    """
     return write_pairs_of(spec, _query_pairs(spec), make_query_place(spec))
 
 
 @cache
 def _make_write_rounded(spec):
-    """``write_rounded(rdQ, dQ, factor, row0, rows_end, turn)``: factor times it, rounded."""
+    """Make ``write_rounded(rdQ, dQ, factor, row0, rows_end, turn)``, which writes ``factor`` times
+    a warp's part of dQ, rounded.
+    """
     return write_rounded_of(spec, _query_pairs(spec), make_query_place(spec))
 
 
 @part
 def make_warp_and_thread(spec):
-    """``warp_and_thread()``: which rows and columns of S this warp takes, and which columns of dK
-    and dV; and this thread's part of ST.
+    """Make ``warp_and_thread()``, which returns the ``Warp`` and the ``Thread`` of this thread.
+
+    The ``Thread`` says which elements of the transposed S the thread holds.
     """
     U, ROWS, COLUMNS, WIDTH = spec.warp_parts
 
@@ -214,23 +243,31 @@ def make_warp_and_thread(spec):
 
 @device_function
 def column_thread(warp, thread):
-    """A thread's part of dK and dV: the rows that are its columns of S."""
+    """Return the ``Thread`` that says which part of dK and dV a thread holds.
+
+    The rows of dK and dV are the columns of S, so that ``thread.tx`` decides them.
+    """
     lane = uint32(cuda.threadIdx.x) % uint32(32)
     return Thread(thread.tx, uint32(warp.chunk // uint32(2) + lane % uint32(4)))
 
 
 @cache
 def make_row_dots(spec):
-    """``row_dots``: over V's head dimension."""
+    """Make ``row_dots(sD, sL, sdO, sO, tile)``, which computes D = rowsum(dO o O) over V's head
+    dimension.
+    """
     return _make_row_dots(spec.of_values)
 
 
 @part
 def _make_row_dots(spec):
-    """``row_dots(sD, sL, sdO, sO, tile)``: D = rowsum(dO o O), less dL, there at the next barrier;
-    a warp a row.
+    """Make ``row_dots(sD, sL, sdO, sO, tile)``, which stores D = rowsum(dO o O) of a row tile in
+    sD.
 
-    The columns of a row may stand in any order, which is one for both.
+    dO, O and L of the row tile are in shared memory. If the call has a gradient dL of the
+    logsumexp, D - dL replaces D. A warp computes one row at a time. Other warps can read sD after
+    the next barrier. The swizzle permutes the columns of sdO and sO in the same way, so that it
+    does not change the sum.
     """
     Br, pitch, columns, warps = spec.Br, spec.rows.pitch, spec.columns, spec.warps
     _, unpack = conversions(spec.dtype)
@@ -259,8 +296,11 @@ def _make_row_dots(spec):
 
 @cache
 def make_write_columns(spec):
-    """``write_columns(rT, T, row0, rows_end, tx, t)``: this thread's dK or dV to memory, rounded;
-    or, where blocks share it, added to its float32 sum atomically.
+    """Make ``write_columns(rT, T, row0, rows_end, thread)``, which writes a thread's part of dK or
+    dV, rounded.
+
+    The column tile begins at row ``row0`` of T. If several blocks share dK and dV
+    (``spec.splits_queries``), the part is added to the float32 sum T atomically instead.
     """
     if spec.splits_queries:
         return _make_add_columns(spec)
@@ -269,7 +309,10 @@ def make_write_columns(spec):
 
 @part
 def make_write_dv(spec):
-    """``write_dv``: ``write_columns`` of dV; ``thread`` is that of dK."""
+    """Make ``write_dv(rdV, dV, row0, rows_end, thread)``, which is ``write_columns`` for dV.
+
+    ``thread`` is the ``Thread`` for dK, even if V has its own head dimension.
+    """
     write_columns = make_write_columns(spec.of_values)
     if not spec.head_dim_v:
         return write_columns
@@ -284,7 +327,9 @@ def make_write_dv(spec):
 
 @part
 def _make_add_columns(spec):
-    """``add_columns(rdK, A, row0, rows_end, thread)``: A += this warp's part of dK."""
+    """Make ``add_columns(rdK, A, row0, rows_end, thread)``, which adds a thread's part of dK to A
+    atomically.
+    """
     TM, DN4, STEP = spec.TN, 4 * spec.gradients.DN, spec.row_step
     add_two = make_add_two(spec)
 

@@ -1,4 +1,4 @@
-"""Where a thread is in its block, on tensor cores."""
+"""The position of a thread in its block on tensor cores, and the parts of ``parts.grid``."""
 
 from fa_numba.device import cuda, uint32
 from fa_numba.parts.grid import head_after as head_after
@@ -14,7 +14,12 @@ from fa_numba.parts.records import Thread
 
 @part
 def make_thread(spec):
-    """``thread()``: the first row that this warp takes of a tile, and this thread's part of it."""
+    """Make ``thread()``, which returns the first row of this warp in a tile, and the thread's
+    position.
+
+    The position is a ``Thread`` (ty, tx): ty is the thread's first row, and 4 lanes with the
+    numbers tx share a row.
+    """
     ROWS = spec.warp_rows
 
     def thread():

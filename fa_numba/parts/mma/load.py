@@ -1,4 +1,8 @@
-"""Tiles of 16-bit elements, and one float a row, from global to shared memory, asynchronously."""
+"""Asynchronous copies of 16-bit tiles, and of one float per row, from global to shared memory.
+
+A load is complete after ``commit_async``, ``wait_async`` and ``syncthreads``, which the kernel
+calls.
+"""
 
 from functools import cache
 
@@ -22,11 +26,14 @@ from fa_numba.tiling.mma_rows import CHUNK
 
 @part
 def _make_load_halves(rows, spec, page_size=0, of_v=False):
-    """``load_halves(sT, T, row0, rows_end)`` starts copying a tile of the head's T to sT.
+    """Make ``load_halves(sT, T, row0, rows_end)``, which starts to copy a tile of one head's T to
+    sT.
 
-    Rows at or past ``rows_end``, and columns past the head dimension, become 0 and are not read.
-    Unaligned rows are copied one element after the other, there at the next barrier. With pages T
-    is what ``heads.key_rows`` gives of them.
+    The tile has ``rows`` rows from ``row0`` on. Rows at or past ``rows_end``, and columns past the
+    head dimension, become 0 and are not read. Unaligned rows are copied element by element, without
+    asynchronous copies. If T is stored in pages, it is the tuple that ``grid.key_rows`` returns.
+    ``of_v`` says that the tile has V's head dimension. If ``ablate`` switches off prefetching, the
+    function waits until its copies are complete.
     """
     places, d = (spec.value_rows, spec.row_halves_v) if of_v else (spec.rows, spec.row_halves)
     load = make_half_tile(rows, places, spec.threads, spec.loads_aligned, page_size)
@@ -43,25 +50,30 @@ def _make_load_halves(rows, spec, page_size=0, of_v=False):
 
 @cache
 def make_rows(spec):
-    """``rows(sT, T, row0, rows_end)``: a row tile of Q, dO or O."""
+    """Make ``rows(sT, T, row0, rows_end)``, which starts to copy a row tile of Q, dO or O."""
     return _make_load_halves(spec.Br, spec)
 
 
 @cache
 def make_columns(spec):
-    """``columns(sT, T, row0, rows_end)``: a column tile of K or V."""
+    """Make ``columns(sT, T, row0, rows_end)``, which starts to copy a column tile of K or V."""
     return _make_load_halves(spec.Bc, spec, spec.features.page_size)
 
 
 @cache
 def make_value_rows(spec):
-    """``value_rows(sT, T, row0, rows_end)``: in dQ's own kernel, of dO."""
+    """Make ``value_rows(sT, T, row0, rows_end)``, which starts to copy a row tile of dO.
+
+    The kernel that computes only dQ uses it.
+    """
     return make_rows(spec.of_values)
 
 
 @cache
 def make_value_columns(spec):
-    """``value_columns(sT, T, row0, rows_end)``: in the backward pass, of V."""
+    """Make ``value_columns(sT, T, row0, rows_end)``, which starts to copy a column tile of V in the
+    backward pass.
+    """
     return make_columns(spec.of_values)
 
 
@@ -71,21 +83,28 @@ make_k = make_columns
 
 @cache
 def make_v(spec):
-    """``v(sV, V, row0, rows_end)``: of V, whose head dimension may be its own."""
+    """Make ``v(sV, V, row0, rows_end)``, which starts to copy a column tile of V.
+
+    V can have its own head dimension.
+    """
     return _make_load_halves(spec.Bc, spec, spec.features.page_size, of_v=bool(spec.head_dim_v))
 
 
 @part
 def make_q(spec):
-    """``q(sQ, Q, i0, rows_end)``: a row tile of Q; where query heads of a K/V head share it, of a
-    (rows, heads, d) Q, row r of head n at n + r heads.
+    """Make ``q(sQ, Q, i0, rows_end)``, which starts to copy a row tile of Q to sQ.
+
+    If several query heads share the tile, ``Q: (rows, heads, d)``, and row r of head n goes to row
+    n + r heads of the tile.
     """
     return make_rows(spec) if spec.tile_heads == 1 else _q_of_heads(spec)
 
 
 @part
 def _q_of_heads(spec):
-    """``q(sQ, Q, i0, rows_end)`` of a (rows, heads, d) Q: from row i0 of each head on."""
+    """Make ``q(sQ, Q, i0, rows_end)`` for ``Q: (rows, heads, d)``. The tile begins at row i0 of
+    each head.
+    """
     heads, prefetches, d = spec.tile_heads, spec.prefetches, spec.row_halves
     load = make_half_tile(spec.Br, spec.rows, spec.threads, spec.loads_aligned, heads=heads)
 
@@ -100,8 +119,10 @@ def _q_of_heads(spec):
 
 @part
 def make_shared_memory(spec):
-    """``shared_memory()``: where Qi, Kj and Vj lie in shared memory, and, behind them, what warps
-    that split the keys exchange.
+    """Make ``shared_memory()``, which returns sQ, sK and sV in shared memory, and a fourth array of
+    floats.
+
+    Warps that split the keys exchange O, l and m in the fourth array.
     """
     (NQ, NK, NV), NO = spec.tile_halves, spec.exchange_floats
     AT_K, AT_V, AT_O = NQ, NQ + NK, (NQ + NK + NV) // 2
@@ -117,7 +138,10 @@ def make_shared_memory(spec):
 
 @part
 def make_dq_shared_memory(spec):
-    """``dq_shared_memory()``: where Qi, dOi, Kj and Vj lie, where dQ is made alone."""
+    """Make ``dq_shared_memory()``, which returns sQ, sdO, sK and sV in shared memory.
+
+    The kernel that computes only dQ uses it.
+    """
     (NQ, NK, _), (NO, NV, _) = spec.tile_halves, spec.of_values.tile_halves
     AT_DO, AT_K, AT_V = NQ, NQ + NO, NQ + NO + NK
 
@@ -132,7 +156,7 @@ def make_dq_shared_memory(spec):
 
 @part
 def make_column_tiles(spec):
-    """``column_tiles(stage)``: sK and sV of a stage, behind sQ."""
+    """Make ``column_tiles(stage)``, which returns sK and sV of a stage."""
     NQ, NK, NV = spec.tile_halves
     AT_K, AT_V = NQ, NQ + spec.stages * NK
 
@@ -145,8 +169,11 @@ def make_column_tiles(spec):
 
 @part
 def make_first_columns(spec):
-    """``first_columns(K, V, j0, j_end, rows_end)``: the first K tile and, with two stages, the
-    first V tile, if there is one.
+    """Make ``first_columns(K, V, j0, j_end, rows_end)``, which starts to load the first column tile
+    of a block.
+
+    It loads K and, with two stages, also V. If j0 is at or past ``j_end``, there is no column tile,
+    and nothing is loaded.
     """
     column_tiles, load_k, load_v = make_column_tiles(spec), make_k(spec), make_v(spec)
     both = spec.stages == 2
@@ -163,11 +190,18 @@ def make_first_columns(spec):
 
 @part
 def make_columns_early(spec):
-    """``columns_early(stage, K, V, j0, j_end, rows_end, i0, head)``: what is on its way while
-    column tile j0 is multiplied with Q.
+    """Make ``columns_early(stage, K, V, j0, j_end, rows_end, i0, head)``, which starts the loads of
+    one step.
 
-    With one stage that is its V. With two it is K and V of the next tile, to the other stage. Gives
-    sK and sV of the tile at j0, the stage of the next one and, with two stages, where that starts.
+    The loads run while the column tile at j0 is multiplied with Q:
+
+    | stages | what is loaded |
+    |---:|---|
+    | 1 | V of the column tile at j0 |
+    | 2 | K and V of the next column tile, into the other stage |
+
+    The result is sK and sV of the column tile at j0, the stage of the next column tile, and the
+    first column of the next column tile. With one stage, the last result is j0.
     """
     column_tiles, load_k, load_v = make_column_tiles(spec), make_k(spec), make_v(spec)
     Bc, next_column, both = spec.Bc, make_next_column(spec), spec.stages == 2
@@ -191,21 +225,27 @@ def make_columns_early(spec):
 
 @cache
 def make_next_q(spec):
-    """``next_q``: see ``prefetch.next_row_tile``."""
+    """Make ``next_q``, which starts to load the next row tile: see ``prefetch.next_row_tile``."""
     return next_row_tile(spec, make_q(spec))
 
 
 @cache
 def make_next_k(spec):
-    """``next_k``: see ``prefetch.next_column_tile``."""
+    """Make ``next_k``, which starts to load the next column tile: see
+    ``prefetch.next_column_tile``.
+    """
     return next_column_tile(spec, make_k(spec))
 
 
 @part
 def make_half_tile(count, rows, threads, aligned, page_size=0, heads=1):
-    """``half_tile(sT, place, T, row0, rows_end, col0, cols_end)``: ``count`` rows of T from
-    (row0, col0), zeros past the ends, to a tile as ``rows`` from element ``place`` of sT on. With
-    ``heads`` T is (rows, heads, columns), and its rows count those of all heads.
+    """Make ``half_tile(sT, place, T, row0, rows_end, col0, cols_end)``, which starts to copy a tile
+    of T to sT.
+
+    The tile has ``count`` rows and begins at (row0, col0) of T. In shared memory it begins at
+    element ``place`` of sT and has the layout ``rows``. Elements at or past ``rows_end`` or
+    ``cols_end`` become 0 and are not read. With ``heads`` above 1, ``T: (rows, heads, columns)``,
+    and ``row0`` counts the rows of all heads, whose rows alternate.
     """
     chunks = ChunkMap(count, rows.columns // CHUNK, threads)
     copies, whole = chunks.turns, chunks.whole
@@ -243,7 +283,11 @@ def make_half_tile(count, rows, threads, aligned, page_size=0, heads=1):
 
 @part
 def _make_load_paged_tile(count, rows, threads, aligned, page_size):
-    """``half_tile`` of pages: T is all of them, the head, and the sequence's block table row."""
+    """Make the function ``half_tile`` of ``make_half_tile`` for K or V in pages.
+
+    Its argument T is a tuple: the array of all pages, the K/V head, and the sequence's row of the
+    block table.
+    """
     chunks = ChunkMap(count, rows.columns // CHUNK, threads)
     copies, whole = chunks.turns, chunks.whole
     first_chunk, turn = make_first_chunk(chunks), make_turn(chunks)
@@ -286,8 +330,12 @@ def _make_load_paged_tile(count, rows, threads, aligned, page_size):
 
 
 def _accesses(heads):
-    """``copy(sT, at, T, row, col, length)`` of 16 bytes, and ``element(T, row, col)``; with
-    ``heads`` of a (rows, heads, columns) T, whose rows count those of all heads.
+    """Return two device functions that access T: ``copy`` for 16 bytes and ``element`` for one
+    element.
+
+    ``copy(sT, at, T, row, col, length)`` starts an asynchronous copy to index ``at`` of sT. With
+    ``heads`` above 1, ``T: (rows, heads, columns)``, and ``row`` counts the rows of all heads,
+    whose rows alternate.
     """
 
     @device_function
@@ -308,21 +356,32 @@ def _accesses(heads):
 
 @cache
 def make_p(spec):
-    """``p(sP, place, P, row0, rows_end, col0, cols_end)``: ``spec.step`` columns of a row tile of
-    P, of standard attention.
+    """Make ``p(sP, place, P, row0, rows_end, col0, cols_end)``, which starts to copy a part of a
+    row tile of P.
+
+    The part has ``spec.step`` columns. Standard attention uses it.
     """
     return make_half_tile(spec.Br, spec.rows_p, spec.threads, True)
 
 
 @cache
 def make_p_transposed(spec):
-    """``p`` of ``spec.step`` rows of P, where the rows of ``spec`` are columns of P."""
+    """Make ``p_transposed(sP, place, P, row0, rows_end, col0, cols_end)``, which starts to copy
+    ``spec.step`` rows of P.
+
+    The part has ``spec.Br`` columns, because the rows of ``spec`` are columns of P. Standard
+    attention uses it for PT dO and dST Q.
+    """
     return make_half_tile(spec.step, spec.rows_t, spec.threads, True)
 
 
 @part
 def make_step(spec):
-    """``step(sT, place, T, row0, rows_end)``: ``spec.step`` rows of V, K, dO or Q."""
+    """Make ``step(sT, place, T, row0, rows_end)``, which starts to copy ``spec.step`` rows of V, K,
+    dO or Q.
+
+    Standard attention uses it.
+    """
     load = make_half_tile(spec.step, spec.value_rows, spec.threads, spec.aligned)
     d = spec.d_v
 
@@ -334,7 +393,11 @@ def make_step(spec):
 
 @part
 def make_values(spec):
-    """``values(sT, T, row0, rows_end)`` starts copying one float a row; 0 past the end."""
+    """Make ``values(sT, T, row0, rows_end)``, which starts to copy one float for each row of a row
+    tile.
+
+    ``sT: (Br,)`` gets 0 for rows at or past ``rows_end``.
+    """
     Br, threads = spec.Br, spec.threads
 
     def values(sT, T, row0, rows_end):

@@ -1,5 +1,7 @@
-"""Row tiles of a backward kernel on tensor cores, in two stages in turn: Q, dO, L and D, or, of
-FlashAttention-1, Q, dO, O and L.
+"""The row tiles of the backward kernels on tensor cores, loaded to two stages of shared memory in
+turn.
+
+A row tile consists of Q, dO, L and D. In FlashAttention-1 it consists of Q, dO, O and L.
 """
 
 from fa_numba.device import uint32
@@ -10,7 +12,10 @@ from fa_numba.parts.namespace import part
 
 
 def offsets(spec):
-    """Where the row tiles begin in shared memory, in 16-bit elements, and their L, in floats."""
+    """Return where the row tiles begin in shared memory, and where their L begins.
+
+    The first number counts 16-bit elements, and the second counts floats.
+    """
     (NQ, NK, NS), (NO, NV, _) = spec.tile_halves, spec.of_values.tile_halves
     at_q = NK + NV + spec.row_warps * NS
     return at_q, at_q // 2 + NQ + (spec.row_tiles - 1) * NO
@@ -18,7 +23,10 @@ def offsets(spec):
 
 @part
 def make_backward_shared_memory(spec):
-    """``backward_shared_memory()``: where Kj, Vj, dSij, Pij and, of FA-1, Di lie."""
+    """Make ``backward_shared_memory()``, which returns sK, sV, sdS, sP and sD in shared memory.
+
+    Only FlashAttention-1 uses sD, the values D of a row tile.
+    """
     (_, NK, NS), NV = spec.tile_halves, spec.of_values.tile_halves[1]
     AT_V, AT_DS, AT_P = NK, NK + NV, NK + NV + (spec.row_warps - 1) * NS
     Br, AT_D = spec.Br, offsets(spec)[1] + 2 * spec.Br
@@ -35,7 +43,7 @@ def make_backward_shared_memory(spec):
 
 @part
 def make_at(spec):
-    """``at(stage)``: (sQ, sdO, sL, sD) of a stage."""
+    """Make ``at(stage)``, which returns sQ, sdO, sL and sD of a stage."""
     (AT_Q, AT_L), NQ, Br = offsets(spec), spec.tile_halves[0], spec.Br
     NO = spec.of_values.tile_halves[0]
 
@@ -49,7 +57,11 @@ def make_at(spec):
 
 @part
 def make_load(spec):
-    """``load(stage, Q, dO, L, D, row0, rows_end)`` starts copying them to a stage."""
+    """Make ``load(stage, Q, dO, L, D, row0, rows_end)``, which starts to copy a row tile to a
+    stage.
+
+    The arrays are those of one head, and the row tile begins at row ``row0``.
+    """
     row_tile, load_values = make_at(spec), make_values(spec)
     load_rows, load_dout = make_rows(spec), make_rows(spec.of_values)
 
@@ -65,7 +77,10 @@ def make_load(spec):
 
 @part
 def make_at_with_o(spec):
-    """``at_with_o(stage)``: (sQ, sdO, sO, sL) of a stage, for FA-1, which makes D anew."""
+    """Make ``at_with_o(stage)``, which returns sQ, sdO, sO and sL of a stage.
+
+    FlashAttention-1 uses it, because it computes D from dO and O in every pass.
+    """
     (AT_Q, AT_L), NQ, Br = offsets(spec), spec.tile_halves[0], spec.Br
     NO = spec.of_values.tile_halves[0]
 
@@ -79,7 +94,9 @@ def make_at_with_o(spec):
 
 @part
 def make_load_with_o(spec):
-    """``load_with_o(stage, Q, dO, O, L, row0, rows_end)``: FA-1's row tile, with O, to a stage."""
+    """Make ``load_with_o(stage, Q, dO, O, L, row0, rows_end)``, which starts to copy FA-1's row
+    tile to a stage.
+    """
     row_tile, load_values = make_at_with_o(spec), make_values(spec)
     load_rows, load_dout = make_rows(spec), make_rows(spec.of_values)
 
@@ -95,7 +112,10 @@ def make_load_with_o(spec):
 
 @part
 def make_take(spec):
-    """``take(rv, sT, thread)``: of these floats the ones of a thread's rows."""
+    """Make ``take(rv, sT, thread)``, which reads one float for each of a thread's rows.
+
+    ``rv: (TM,)`` are registers, and ``sT: (Br,)`` is L or D of a row tile in shared memory.
+    """
     TM, row_of = spec.TM, make_row(spec)
 
     def take(rv, sT, thread):

@@ -1,4 +1,7 @@
-"""O, l and m of a row where the warps of a block split the keys (arXiv 2307.08691, section 3.3)."""
+"""The softmax on tensor cores, and the combination of O, l and m of warps that split the keys.
+
+Splitting the keys among warps is described in section 3.3 of arXiv 2307.08691.
+"""
 
 from fa_numba.device import cuda, device_function, float32, uint32
 from fa_numba.intrinsics.arithmetic import NEG_INF, exp2, maximum
@@ -20,11 +23,15 @@ from fa_numba.parts.softmax import make_sum_lanes as make_sum_lanes
 
 @part
 def make_combine(spec):
-    """``combine(rO, rm, rl, sO, thread)``: O, l and m of all columns, of those that each warp has.
+    """Make ``combine(rO, rm, rl, sO, thread)``, which combines O, l and m of all warps.
 
-    A warp gives away the rows that it does not own, and adds to its own what the others have of
-    them: O = sum f O and l = sum f l with f = exp(m - m_new), m_new = max m. Nothing where a warp
-    has all columns.
+    If the warps split the keys, each warp has an O, l and m of its own columns. Each warp stores
+    the rows that it does not own in shared memory sO. It then adds the other warps' parts to the
+    rows that it owns:
+
+        m_new = max m,  f = exp(m - m_new),  O = sum f O,  l = sum f l
+
+    The function contains a ``syncthreads``. If every warp computes all columns, it does nothing.
     """
     TM, DN4, STEP, Br, W = spec.TM, 4 * spec.DN, spec.row_step, spec.Br, spec.threads // 32
     owns, splits, VALUES = make_owns(spec), spec.splits_keys, (W - 1) * spec.Br * spec.columns
@@ -32,13 +39,15 @@ def make_combine(spec):
 
     @device_function
     def part_at(n, i):
-        """Where in sO the n-th of the other warps puts this lane's registers of row i."""
+        """Return where in sO the n-th of the other warps stores this lane's registers of row number
+        i.
+        """
         lane = uint32(uint32(cuda.threadIdx.x) % uint32(32))
         return uint32(uint32(n * TM + i) * (32 * DN4) + lane * 4)
 
     @device_function
     def values_at(n, i, ty):
-        """Where in sO the n-th of the other warps puts m of row i, and l behind it."""
+        """Return where in sO the n-th of the other warps stores m of row number i. l follows m."""
         return uint32(VALUES + 2 * (n * Br + ty + i * STEP))
 
     def combine(rO, rm, rl, sO, thread):

@@ -1,9 +1,9 @@
-"""Places in a tile whose rows are swizzled (``tiling.mma_rows``), from row to row and chunk to
-chunk.
+"""Indices in a tile of shared memory whose rows are swizzled (``tiling.mma_rows``).
 
-The place of row r and column c is r pitch + c, with some bits of c flipped by the row. A thread
-reads matrices in rows that differ by multiples of 8, which are flipped alike, so that its other
-places are the first one with constant bits flipped, and a constant further.
+Row r and column c have the index r pitch + c, in which the row decides that some bits of c are
+flipped. A thread reads rows whose distance is a multiple of 8. These rows have equal flipped bits.
+Each further index of a thread is therefore its first index with constant bits flipped, plus a
+constant.
 """
 
 from fa_numba.device import cuda, int64, uint32
@@ -13,7 +13,7 @@ from fa_numba.tiling.mma_rows import CHUNK
 
 @part
 def make_exchange(rows):
-    """``exchange(row)``: the bits of a row's columns that are flipped."""
+    """Make ``exchange(row)``, which returns the bits of the columns that are flipped in a row."""
     TURN, group = rows.turn_rows, rows.group
 
     def exchange(row):
@@ -24,11 +24,15 @@ def make_exchange(rows):
 
 @part
 def make_further(rows, carries=False):
-    """``further(place, down, right)``: the place ``down`` rows and ``right`` elements further, both
-    constants and multiples of 8, as an index whose constant part is the instruction's offset.
+    """Make ``further(place, down, right)``, which returns the index ``down`` rows and ``right``
+    elements after ``place``.
 
-    ``right`` has no bit of those within a group that the column of ``place`` has too; if it
-    ``carries``, having some, ``place`` is as without a swizzle, and of this lane's row.
+    ``down`` and ``right`` are compile-time constants and multiples of 8. A constant part of the
+    result becomes the offset in the load instruction.
+
+    Normally, the bits of ``right`` that the swizzle can flip must be 0 in the column of ``place``.
+    If ``carries``, this is not required. ``place`` is then an index without the swizzle, of the row
+    at which this lane points.
     """
     pitch, bits, exchange = rows.pitch, rows.exchanged, make_exchange(rows)
 
@@ -45,9 +49,12 @@ def make_further(rows, carries=False):
 
 @part
 def make_first_place(rows, chunks):
-    """``first_place(thread, r, c)``: where a thread of the map ``chunks`` finds its first chunk, in
-    row r. Threads take places in order: the chunk that lies there begins at c ^ exchange(r), in
-    other turns as many elements further, of that turn's row.
+    """Make ``first_place(thread, r, c)``, which returns the index in shared memory of a thread's
+    first chunk.
+
+    ``chunks`` is the ``ChunkMap``, and (r, c) is the thread's first chunk in it. The thread with
+    this index copies the chunk that the swizzle stores there: the one at column c ^ exchange(r) of
+    row r. In other turns the index is a constant further, with the swizzle of that turn's row.
     """
     pitch, whole = rows.pitch, rows.pitch == chunks.right == CHUNK * rows.group
     assert chunks.width % rows.group == 0, "what is exchanged is of one turn"

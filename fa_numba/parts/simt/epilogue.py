@@ -1,8 +1,9 @@
-"""A thread's part of O, P, dQ, dK and dV on CUDA cores: between registers and memory.
+"""A thread's part of O, dQ, dK and dV on CUDA cores, moved between registers and global memory.
 
-Thread (thread) owns rows ty + i TY of a row tile and the columns 4 (tx + c TX) .. + 3 of each;
-register 4 (i DN + c) + n holds column n of group c of row i. Of dK and dV it owns the rows
-4 (ty + g TY) .. + 3: neighbouring columns of P, which one 16-byte read takes.
+The position of a thread is (ty, tx). Of a row tile, the thread holds the rows ty + i TY, and in
+each row the columns 4 (tx + c TX) to 4 (tx + c TX) + 3. Column n of group c in row number i is in
+register 4 (i DN + c) + n. Of dK and dV, the thread holds the rows 4 (ty + g TY) to 4 (ty + g TY) +
+3. These rows are neighbouring columns of P, so that one 16-byte load reads them from shared memory.
 """
 
 from functools import cache
@@ -16,7 +17,12 @@ from fa_numba.parts.split_epilogue import writes_split
 
 @part
 def make_read_rows(spec):
-    """``read_rows(rO, O, row0, rows_end, thread)``: this thread's part of an O tile, or zeros."""
+    """Make ``read_rows(rO, O, row0, rows_end, thread)``, which reads a thread's part of a tile of
+    O.
+
+    The tile begins at row ``row0``. Rows at or past ``rows_end``, and columns past the end of a
+    row, become 0.
+    """
     TM, DN, TX, TY = spec.TM, spec.DN, spec.tx_count, spec.ty_count
     d, aligned = spec.d_v, spec.aligned
 
@@ -45,7 +51,12 @@ def make_read_rows(spec):
 
 @part
 def _make_write_four(spec):
-    """``write_four(rT, e, T, row, col, rows_end)``: registers e .. e + 3, neighbours of a row."""
+    """Make ``write_four(rT, e, T, row, col, rows_end)``, which writes the registers e to e + 3 to a
+    row of T.
+
+    They go to the columns from ``col`` on. Nothing is written at or past ``rows_end``, or past the
+    end of a row.
+    """
     d, aligned = spec.d_v, spec.aligned
 
     def write_four(rT, e, T, row, col, rows_end):
@@ -62,7 +73,11 @@ def _make_write_four(spec):
 
 @part
 def make_write_rows(spec):
-    """``write_rows(rO, O, row0, rows_end, thread)``: this thread's part of an O tile to memory."""
+    """Make ``write_rows(rO, O, row0, rows_end, thread)``, which writes a thread's part of a tile of
+    O.
+
+    The tile begins at row ``row0``. Rows at or past ``rows_end`` are not written.
+    """
     TM, DN, TX, TY = spec.TM, spec.DN, spec.tx_count, spec.ty_count
     write_four = _make_write_four(spec)
 
@@ -79,13 +94,19 @@ def make_write_rows(spec):
 
 @cache
 def make_write_split(spec):
-    """``write_split``: see ``splits.writes_split``."""
+    """Make ``write_split``, which writes O, l and m of a key split: see
+    ``split_epilogue.writes_split``.
+    """
     return writes_split(spec, make_write_rows(spec))
 
 
 @part
 def make_write_two(spec):
-    """``write_two(T, row, col, low, high)``: two neighbours of a row, no further than its end."""
+    """Make ``write_two(T, row, col, low, high)``, which writes ``low`` and ``high`` to col and col
+    + 1 of a row.
+
+    Elements past the end of the row are not written.
+    """
     d = spec.d_v
 
     def write_two(T, row, col, low, high):
@@ -99,8 +120,11 @@ def make_write_two(spec):
 
 @part
 def make_write_columns(spec):
-    """``write_columns(rT, T, row0, rows_end, thread)``: this thread's dK or dV to memory; or, where
-    blocks share it, added to it atomically.
+    """Make ``write_columns(rT, T, row0, rows_end, thread)``, which writes a thread's part of dK or
+    dV.
+
+    The column tile begins at row ``row0`` of T. If several blocks share dK and dV
+    (``spec.splits_queries``), the part is added to T atomically instead.
     """
     if spec.splits_queries:
         return _make_add_columns(spec)
@@ -120,12 +144,17 @@ def make_write_columns(spec):
 
 @cache
 def make_write_dv(spec):
-    """``write_dv(rdV, dV, row0, rows_end, thread)``: this thread's part of dV, as of dK."""
+    """Make ``write_dv(rdV, dV, row0, rows_end, thread)``, which is ``write_columns`` for V's head
+    dimension.
+    """
     return make_write_columns(spec.of_values)
 
 
 @part
 def _make_add_columns(spec):
+    """Make ``add_columns(rT, T, row0, rows_end, thread)``, which adds a thread's part of dK or dV
+    to T atomically.
+    """
     CM, DN, TX, TY, d = spec.CM, spec.DN, spec.tx_count, spec.ty_count, spec.d_v
 
     def add_columns(rT, T, row0, rows_end, thread):

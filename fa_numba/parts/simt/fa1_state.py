@@ -1,4 +1,6 @@
-"""What FlashAttention-1 passes through global memory: O, l and m of a row tile."""
+"""The state that FlashAttention-1 passes through global memory on CUDA cores: O, l and m of a row
+tile.
+"""
 
 from fa_numba.device import uint32
 from fa_numba.parts.fa1_state import make_write_logsumexp as make_write_logsumexp
@@ -12,8 +14,13 @@ from fa_numba.parts.visits import make_is_unseen, make_row_starts
 
 @part
 def make_initialise(spec):
-    """``initialise(rO, rl, rm, state, row0, rows_end, head, thread)``: O = 0, l = 0, m = -inf of
-    these rows, as far as no visit starts them.
+    """Make ``initialise(rO, rl, rm, state, row0, rows_end, head, thread)``, which initialises O, l
+    and m.
+
+    It writes O = 0, l = 0 and m = -inf to global memory, or l = 1 and m = s with a sink s. It does
+    this for the row tiles from ``row0`` to ``rows_end`` that no visit initialises. If the first
+    pass initialises all row tiles, it does nothing. ``rO``, ``rl`` and ``rm`` are registers that it
+    may overwrite.
     """
     Br, start, write_state = spec.Br, make_start(spec), make_write_state(spec)
     initialises, is_unseen = spec.features.initialises, make_is_unseen(spec)
@@ -32,8 +39,11 @@ def make_initialise(spec):
 
 @part
 def make_read_state(spec):
-    """``read_state(rO, rl, rm, state, visit, tile, rows_end)``: O, l and m of a row tile; of a
-    visit that starts them nothing is read.
+    """Make ``read_state(rO, rl, rm, state, visit, tile, rows_end)``, which reads O, l and m of a
+    row tile.
+
+    If the visit is the first one of the row tile, it reads nothing. It then sets O = 0, l = 0 and m
+    = -inf, or l = 1 and m = s with a sink s.
     """
     row_starts, start = make_row_starts(spec), make_start(spec)
     read_rows, read_values = make_read_rows(spec), make_read(spec)
@@ -51,7 +61,9 @@ def make_read_state(spec):
 
 @part
 def make_write_state(spec):
-    """``write_state(rO, rl, rm, state, row0, rows_end, thread)``: O, l and m to memory."""
+    """Make ``write_state(rO, rl, rm, state, row0, rows_end, thread)``, which writes O, l and m of a
+    row tile.
+    """
     write_rows, write_values = make_write_rows(spec), make_write(spec)
 
     def write_state(rO, rl, rm, state, row0, rows_end, thread):

@@ -1,4 +1,6 @@
-"""Backward on CUDA cores: D of a row tile, and dQ between registers and global memory."""
+"""Parts of the backward pass on CUDA cores: D of a row tile, and dQ in registers and global
+memory.
+"""
 
 from functools import cache
 
@@ -22,8 +24,11 @@ from fa_numba.parts.visits import make_is_unseen, make_row_starts
 
 @part
 def make_initialise_dq(spec):
-    """``initialise_dq(rdQ, dQ, first, heads, row0, rows_end, thread)``: dQ = 0 of these heads and
-    rows, as far as no visit starts it.
+    """Make ``initialise_dq(rdQ, dQ, first, heads, row0, rows_end, thread)``, which writes dQ = 0.
+
+    It writes to the row tiles from ``row0`` to ``rows_end`` that no visit initialises, in ``heads``
+    query heads from ``first`` on. If the first pass initialises all row tiles, it does nothing.
+    ``rdQ`` are registers that it overwrites.
     """
     Br, RQ, initialises = spec.Br, spec.TM * spec.DN * 4, spec.features.initialises
     is_unseen = make_is_unseen(spec)
@@ -49,7 +54,11 @@ def make_initialise_dq(spec):
 
 @part
 def make_add_rows(spec):
-    """``add_rows(rT, T, factor, row0, rows_end, thread)``: T += factor rT by atomic adds."""
+    """Make ``add_rows(rT, T, factor, row0, rows_end, thread)``, which adds ``factor`` times rT to T
+    atomically.
+
+    rT holds a thread's part of a row tile that begins at row ``row0`` of T.
+    """
     TM, DN, TX, TY, d = spec.TM, spec.DN, spec.tx_count, spec.ty_count, spec.head_dim
 
     def add_rows(rT, T, factor, row0, rows_end, thread):
@@ -66,8 +75,11 @@ def make_add_rows(spec):
 
 @part
 def make_update_rows(spec):
-    """``update_rows(rT, T, factor, visit, tile, rows_end)``: T = factor rT + T, in memory; a visit
-    that starts T does not read it.
+    """Make ``update_rows(rT, T, factor, visit, tile, rows_end)``, which sets T = factor rT + T in
+    global memory.
+
+    rT holds a thread's part of a row tile. It uses no atomic adds. If the visit is the first one of
+    the row tile, T counts as 0 and is not read.
     """
     RT, row_starts = spec.TM * 4 * spec.DN, make_row_starts(spec)
     read_rows = make_read_rows(spec)
@@ -88,12 +100,18 @@ def make_update_rows(spec):
 
 @cache
 def make_row_dots(spec):
-    """``row_dots(rD, rL, sdO, O, tile)``: D = rowsum(dO o O), dO in shared memory, less dL."""
+    """Make ``row_dots(rD, rL, sdO, O, tile)``, which computes D = rowsum(dO o O) of a thread's
+    rows.
+
+    dO is a tile in shared memory, and O is read from global memory. ``rD`` and ``rL`` have one
+    register per row. If the call has a gradient dL of the logsumexp, D - dL replaces D.
+    """
     return _make_row_dots(spec.of_values)
 
 
 @part
 def _make_row_dots(spec):
+    """Make ``row_dots(rD, rL, sdO, O, tile)`` for a spec with V's head dimension."""
     TM, DN, TX, TY = spec.TM, spec.DN, spec.tx_count, spec.ty_count
     STEP = spec.lane_step
     TURN = (4 - spec.rows_q.pitch // 4) % 8 if STEP == 2 and TX >= 8 else 0
@@ -126,7 +144,11 @@ def _make_row_dots(spec):
 
 @part
 def _make_subtract_dlse(spec):
-    """``subtract_dlse(rD, rL, tile)``: D -= dL, the gradient of L, where L is above -inf."""
+    """Make ``subtract_dlse(rD, rL, tile)``, which subtracts the gradient dL of the logsumexp from
+    D.
+
+    Rows with L = -inf are not changed. Without a gradient of L it does nothing.
+    """
     TM, dlse = spec.TM, spec.features.dlse
     query_rows, read = make_query_rows(spec), make_read(spec)
 

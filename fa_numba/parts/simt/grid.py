@@ -1,4 +1,4 @@
-"""Where a thread is in its block, on CUDA cores."""
+"""The position of a thread in its block on CUDA cores, and the parts of ``parts.grid``."""
 
 from fa_numba.device import cuda, uint32
 from fa_numba.parts.grid import head_after as head_after
@@ -14,10 +14,12 @@ from fa_numba.parts.records import Thread
 
 @part
 def make_thread(spec):
-    """``thread()``: place tx of the TX threads that share rows ty + i TY.
+    """Make ``thread()``, which returns this thread's position (ty, tx) in a tile.
 
-    Lanes 2 n and 2 n + 1 have one tx, 2 n and 2 n + 2 one ty: a 16-byte read of shared memory is
-    made in two parts, not in four, where one of the two neighbours reads the same place.
+    TX threads share the rows ty + i TY, and tx is the number of a thread among them. The numbers
+    are such that lanes 2 n and 2 n + 1 have equal tx and different ty, if ``spec.lane_step`` is 2.
+    Neighbouring lanes then read the same 16 bytes of K. The load takes two wavefronts instead of
+    four.
     """
     TX, STEP = spec.tx_count, spec.lane_step
 

@@ -1,4 +1,9 @@
-"""Tiles from global to shared memory, asynchronously."""
+"""Asynchronous copies of tiles from global to shared memory, on CUDA cores.
+
+A load is complete after ``commit_async``, ``wait_async`` and ``syncthreads``, which the kernel
+calls. ``places`` in this module is a ``tiling.simt.SharedRows``: it says where a row of a tile
+begins in shared memory, and how its columns are swizzled.
+"""
 
 from functools import cache
 
@@ -14,11 +19,12 @@ from fa_numba.parts.simt.swizzle import flip_of
 
 @part
 def make_tile(rows, columns, places, threads, aligned):
-    """``tile(sT, T, row0, rows_end, col0, cols_end)`` starts copying a tile of T to sT.
+    """Make ``tile(sT, T, row0, rows_end, col0, cols_end)``, which starts to copy a tile of T to sT.
 
-    The tile is ``rows`` x ``columns`` from (row0, col0), which lie in sT as ``places`` says.
-    Elements at or past ``rows_end`` or ``cols_end`` become 0 and are not read. ``aligned`` uses
-    16-byte copies: rows of T start at 16-byte addresses.
+    The tile has ``rows`` x ``columns`` elements and begins at (row0, col0) of T. Elements at or
+    past ``rows_end`` or ``cols_end`` become 0 and are not read. ``aligned`` says that the rows of T
+    start at 16-byte addresses: each copy then moves 16 bytes instead of 4. ``threads`` threads
+    share the copies.
     """
     width = 4 if aligned else 1
     chunks = columns // width
@@ -49,8 +55,10 @@ def make_tile(rows, columns, places, threads, aligned):
 
 @part
 def _make_tile_by_columns(per_thread, apart, chunks, places, width):
-    """``tile`` where a thread's copies are one column's, ``apart`` rows from each to the next: its
-    first says where all of them lie.
+    """Make ``tile`` of ``make_tile`` for tiles in which all copies of a thread are in one column.
+
+    The copies of a thread are ``apart`` rows from each other. The address of the first copy
+    therefore gives the addresses of all.
     """
     copy_async = copy4_async if width == 4 else copy1_async
     pitch, flip = places.pitch, flip_of(places)
@@ -75,7 +83,7 @@ def _make_tile_by_columns(per_thread, apart, chunks, places, width):
 
 @part
 def make_shared_memory(spec):
-    """``shared_memory()``: where Qi, Kj, Vj and Pij lie in shared memory."""
+    """Make ``shared_memory()``, which returns the tiles sQ, sK, sV and sP in shared memory."""
     NQ, NK, NV, NP = spec.tile_floats
     AT_K, AT_V, AT_P = NQ, NQ + NK, NQ + NK + NV
 
@@ -91,7 +99,11 @@ def make_shared_memory(spec):
 
 @part
 def make_dq_shared_memory(spec):
-    """``dq_shared_memory()``: where Qi, dOi, Kj, Vj and dSij lie, where dQ is made alone."""
+    """Make ``dq_shared_memory()``, which returns the tiles sQ, sdO, sK, sV and sdS in shared
+    memory.
+
+    The kernel that computes only dQ uses it.
+    """
     (NQ, NK, NP), (NO, NV, _) = spec.tile_floats, spec.of_values.tile_floats
     AT_DO, AT_K, AT_V, AT_DS = NQ, NQ + NO, NQ + NO + NK, NQ + NO + NK + NV
 
@@ -107,7 +119,9 @@ def make_dq_shared_memory(spec):
 
 @part
 def make_backward_shared_memory(spec):
-    """``backward_shared_memory()``: where Qi, dOi, Kj, Vj, Pij and dSij lie in shared memory."""
+    """Make ``backward_shared_memory()``, which returns the tiles sQ, sdO, sK, sV, sP and sdS in
+    shared memory.
+    """
     (NQ, NK, NP), (NO, NV, _) = spec.tile_floats, spec.of_values.tile_floats
     AT_DO, AT_K, AT_V = NQ, NQ + NO, NQ + NO + NK
     AT_P, AT_DS = AT_V + NV, AT_V + NV + NP
@@ -126,67 +140,89 @@ def make_backward_shared_memory(spec):
 
 @cache
 def make_q(spec):
-    """``q(sQ, Q, row0, rows_end)``: a row tile of the head's Q, as wide as the head."""
+    """Make ``q(sQ, Q, row0, rows_end)``, which starts to copy a row tile of one head's Q to sQ."""
     return _make_load_whole(spec, spec.Br, spec.d4, spec.rows_q, spec.head_dim)
 
 
 @cache
 def make_k(spec):
-    """``k(sK, K, row0, rows_end)``: a column tile of the head's K."""
+    """Make ``k(sK, K, row0, rows_end)``, which starts to copy a column tile of one head's K to
+    sK.
+    """
     return _make_load_keys(spec, spec.d4, spec.rows_k, spec.head_dim)
 
 
 @cache
 def make_v(spec):
-    """``v(sV, V, row0, rows_end)``: of V, zeros as far as the threads of a row reach."""
+    """Make ``v(sV, V, row0, rows_end)``, which starts to copy a column tile of one head's V to sV.
+
+    The columns past V's head dimension, up to ``spec.columns``, become 0.
+    """
     return _make_load_keys(spec, spec.columns, spec.rows_v, spec.d_v)
 
 
 @cache
 def make_next_q(spec):
-    """``next_q``: see ``prefetch.next_row_tile``."""
+    """Make ``next_q``, which starts to load the next row tile: see ``prefetch.next_row_tile``."""
     return next_row_tile(spec, make_q(spec))
 
 
 @cache
 def make_next_k(spec):
-    """``next_k``: see ``prefetch.next_column_tile``."""
+    """Make ``next_k``, which starts to load the next column tile: see
+    ``prefetch.next_column_tile``.
+    """
     return next_column_tile(spec, make_k(spec))
 
 
 @cache
 def make_rows(spec):
-    """``rows(sT, T, row0, rows_end)``: in the backward pass, of Q."""
+    """Make ``rows(sT, T, row0, rows_end)``, which starts to copy a row tile of Q in the backward
+    pass.
+    """
     return _make_load_whole(spec, spec.Br, spec.columns, spec.rows_q, spec.head_dim)
 
 
 @cache
 def make_columns(spec):
-    """``columns(sT, T, row0, rows_end)``: in the backward pass, of K."""
+    """Make ``columns(sT, T, row0, rows_end)``, which starts to copy a column tile of K in the
+    backward pass.
+    """
     return _make_load_whole(spec, spec.Bc, spec.columns, spec.rows_k, spec.head_dim)
 
 
 @cache
 def make_value_rows(spec):
-    """``value_rows(sT, T, row0, rows_end)``: in the backward pass, of dO."""
+    """Make ``value_rows(sT, T, row0, rows_end)``, which starts to copy a row tile of dO in the
+    backward pass.
+    """
     return make_rows(spec.of_values)
 
 
 @cache
 def make_value_columns(spec):
-    """``value_columns(sT, T, row0, rows_end)``: in the backward pass, of V."""
+    """Make ``value_columns(sT, T, row0, rows_end)``, which starts to copy a column tile of V in the
+    backward pass.
+    """
     return make_columns(spec.of_values)
 
 
 @cache
 def make_p(spec):
-    """``p(sP, P, row0, rows_end, col0, cols_end)``: a tile of P from global memory."""
+    """Make ``p(sP, P, row0, rows_end, col0, cols_end)``, which starts to copy a tile of P to sP.
+
+    Standard attention uses it.
+    """
     return make_tile(spec.Br, spec.Bc, spec.rows_p, spec.threads, spec.aligned)
 
 
 @part
 def make_paged_tile(rows, columns, places, threads, aligned, page_size):
-    """``load_tile`` of K or V in pages, as ``heads.key_rows`` gives them."""
+    """Make the function ``tile`` of ``make_tile`` for K or V in pages.
+
+    Its argument ``T`` is the tuple that ``grid.key_rows`` returns for pages. Each page has
+    ``page_size`` rows.
+    """
     width = 4 if aligned else 1
     chunks = columns // width
     copies = rows * chunks
@@ -223,6 +259,10 @@ def make_paged_tile(rows, columns, places, threads, aligned, page_size):
 
 @part
 def _make_load_keys(spec, columns, places, d):
+    """Make ``load_whole(sT, T, row0, rows_end)``, which starts to copy a column tile of K or V.
+
+    ``d`` is the number of columns of T. T can be stored in pages.
+    """
     page_size = spec.features.page_size
     if not page_size:
         return _make_load_whole(spec, spec.Bc, columns, places, d)
@@ -237,6 +277,10 @@ def _make_load_keys(spec, columns, places, d):
 
 @part
 def _make_load_whole(spec, rows, columns, places, d):
+    """Make ``load_whole(sT, T, row0, rows_end)``, which starts to copy ``rows`` complete rows of T.
+
+    ``d`` is the number of columns of T. The tile in shared memory has ``columns`` columns.
+    """
     load_tile = make_tile(rows, columns, places, spec.threads, spec.aligned)
 
     def load_whole(sT, T, row0, rows_end):

@@ -1,8 +1,9 @@
-"""The two matrix products of attention on register tiles, operands in shared memory.
+"""The matrix products of attention on CUDA cores: operands in shared memory, results in registers.
 
-Thread (thread) owns rows ty + i TY and, of S, columns tx + j TX: neighbouring threads read
-neighbouring rows, which the swizzle of each tile puts in different banks. A thread's rows of one
-tile all have one swizzle, since TX and TY are multiples of what it repeats after.
+The position of a thread is (ty, tx). The thread holds the rows ty + i TY and the columns tx + j TX
+of S. Neighbouring threads read neighbouring rows, which the swizzle of a tile puts into different
+banks. All rows of a tile that one thread reads have the same swizzle, because TX and TY are
+multiples of the number of rows after which the swizzle repeats.
 """
 
 from functools import cache
@@ -19,7 +20,11 @@ LONGEST_SUM = 128
 
 @part
 def make_scores(spec):
-    """``scores(rS, sQ, sK, thread)``: rS = Qi KjT, contraction over the head dimension."""
+    """Make ``scores(rS, sQ, sK, thread)``, which computes S = Qi KjT in registers.
+
+    The sum is over the head dimension. Above LONGEST_SUM columns it is computed as two partial
+    sums, because the rounding of one long sum would show in the gradients.
+    """
     RS = spec.TM * spec.TN
     if spec.d4 <= LONGEST_SUM:
         return _make_partial_scores(spec, 0, spec.d4)
@@ -39,14 +44,19 @@ def make_scores(spec):
 
 @cache
 def make_value_scores(spec):
-    """``value_scores(rdP, sdO, sV, thread)``: rdP = dOi VjT, over V's head dimension."""
+    """Make ``value_scores(rdP, sdO, sV, thread)``, which computes dP = dOi VjT over V's head
+    dimension.
+    """
     return make_scores(spec.of_values)
 
 
 @part
 def _make_partial_scores(spec, first, last):
-    """``partial_scores(rS, sQ, sK, thread)``: rS = Qi KjT over columns ``first`` to ``last``, eight
-    a turn; four of K's are read while the four before them are multiplied.
+    """Make ``partial_scores(rS, sQ, sK, thread)``, which computes Qi KjT over the columns ``first``
+    to ``last`` - 1.
+
+    One turn of the loop handles eight columns. Four columns of K are read while the four columns
+    before them are multiplied.
     """
     TM, TN, TX, TY = spec.TM, spec.TN, spec.tx_count, spec.ty_count
     bytes_q, flip_q = 4 * spec.rows_q.pitch, flip_of(spec.rows_q)
@@ -79,8 +89,11 @@ def _make_partial_scores(spec, first, last):
 
 @part
 def _make_read_rows(count, apart):
-    """``read_rows(r, s, at)``: the 16 bytes from byte ``at`` on, and of the next rows, ``apart``
-    bytes on each, to registers: four floats of each of ``count`` rows.
+    """Make ``read_rows(r, s, at)``, which reads four floats of each of ``count`` rows into the
+    registers r.
+
+    ``at`` is the byte offset of the first row's floats in shared memory ``s``. The rows are
+    ``apart`` bytes apart.
     """
 
     def read_rows(r, s, at):
@@ -96,7 +109,12 @@ def _make_read_rows(count, apart):
 
 @part
 def _make_add_scores(TM, TN, apart):
-    """``add_scores(rS, sQ, at_q, rK)``: rS += Qi KjT over four columns."""
+    """Make ``add_scores(rS, sQ, at_q, rK)``, which adds the product of four columns of Q and K to
+    S.
+
+    ``at_q`` is the byte offset of the four columns in the first row of sQ. The rows are ``apart``
+    bytes apart. ``rK: (TN, 4)`` holds the columns of K.
+    """
 
     def add_scores(rS, sQ, at_q, rK):
         for i in range(TM):
@@ -113,10 +131,11 @@ def _make_add_scores(TM, TN, apart):
 
 @part
 def make_output(spec):
-    """``output(rT, sP, sV, thread)``: rT = Pij Vj, contraction over the tile's columns, eight a
-    turn; four of P's are read while the four before them are multiplied.
+    """Make ``output(rT, sP, sV, thread)``, which computes T = Pij Vj in registers.
 
-    A sum of its own for each tile: one running sum over all columns would lose accuracy as N grows.
+    The sum is over the columns of the tile. Each tile has a sum of its own: one running sum over
+    all tiles would lose accuracy as N grows. One turn of the loop handles eight columns. Four
+    columns of P are read while the four columns before them are multiplied.
     """
     TM, DN, TY = spec.TM, spec.DN, spec.ty_count
     bytes_p, flip_p = 4 * spec.rows_p.pitch, flip_of(spec.rows_p)
@@ -148,7 +167,12 @@ def make_output(spec):
 
 @part
 def _make_add_output(spec):
-    """``add_output(rT, rP, sV, k, v_column)``: rT += Pij Vj over four columns of P, from k on."""
+    """Make ``add_output(rT, rP, sV, k, v_column)``, which adds the product of four columns of P
+    with four rows of V.
+
+    ``rP: (TM, 4)`` holds the columns k to k + 3 of P. ``v_column`` is the byte offset of the
+    thread's columns in a row of sV.
+    """
     TM, DN, TX = spec.TM, spec.DN, spec.tx_count
     bytes_v, flip_v = 4 * spec.rows_v.pitch, flip_of(spec.rows_v)
     add_to_rows = _make_add_to_rows(TM, DN, 4)
@@ -164,11 +188,12 @@ def _make_add_output(spec):
 
 @part
 def _make_add_to_rows(rows, DN, apart):
-    """``add_to_rows(rT, rP, first, b, c)``: group c of each row's columns += its number of rP, from
-    ``first`` on ``apart``, times the four of b.
+    """Make ``add_to_rows(rT, rP, first, b, c)``, which adds the product of one column of rP and
+    four numbers b.
 
-    A number of b multiplies all rows in turn, upwards and downwards: the assembler then has a
-    factor in hand from one multiply-add to the next, and rarely reads three registers for one.
+    In row i, group c of the four columns gets rP[first + i apart] b. Each number of b multiplies
+    all rows one after the other, downwards or upwards in turn. Consecutive multiply-adds then share
+    a factor, so that the assembler rarely reads three registers for one instruction.
     """
 
     def add_to_rows(rT, rP, first, b, c):
@@ -186,9 +211,10 @@ def _make_add_to_rows(rows, DN, apart):
 
 @part
 def make_add_transposed(spec):
-    """``add_transposed(rdV, sP, sB, thread)``: rdV += PT B, contraction over the rows.
+    """Make ``add_transposed(rdV, sP, sB, thread)``, which adds PT B to dV (or dK) in registers.
 
-    Each tile has a sum of its own, as in ``products.make_product``.
+    The sum is over the rows of the tile. ``sB`` is a row tile of dO (or Q). Each tile has a sum of
+    its own, for the reason that ``make_output`` gives.
     """
     CG, DN, TX, TY = spec.CM // 4, spec.DN, spec.tx_count, spec.ty_count
     bytes_p, flip_p = 4 * spec.rows_p.pitch, flip_of(spec.rows_p)
@@ -227,13 +253,16 @@ def make_add_transposed(spec):
 
 @cache
 def make_add_dv(spec):
-    """``add_dv(rdV, sP, sdO, thread)``: rdV += PT dOi, over V's head dimension."""
+    """Make ``add_dv(rdV, sP, sdO, thread)``, which adds PT dOi to dV, over V's head dimension."""
     return make_add_transposed(spec.of_values)
 
 
 @part
 def make_scale_and_add(spec):
-    """``scale_and_add(rO, rf, rT)``: diag(f) O + T."""
+    """Make ``scale_and_add(rO, rf, rT)``, which sets O = diag(f) O + T in registers.
+
+    ``rf`` has one factor per row, and ``rT`` has the shape of ``rO``.
+    """
     TM, DN4 = spec.TM, 4 * spec.DN
 
     def scale_and_add(rO, rf, rT):
@@ -247,7 +276,11 @@ def make_scale_and_add(spec):
 
 @part
 def make_store_p(spec):
-    """``store_p(sP, rS, options, thread)``: P, without what is dropped, to shared memory."""
+    """Make ``store_p(sP, rS, options, thread)``, which stores P in shared memory.
+
+    rS holds P as ``drop`` has marked it. With dropout, dropped elements are stored as 0, and kept
+    ones are multiplied by 1 / (1 - dropout_p).
+    """
     TM, TN, TX, TY = spec.TM, spec.TN, spec.tx_count, spec.ty_count
     pitch, flip, kept = spec.rows_p.pitch, flip_of(spec.rows_p), make_kept(spec)
 
@@ -263,7 +296,7 @@ def make_store_p(spec):
 
 @part
 def make_store_ds(spec):
-    """``store_ds(sdS, rdS, thread)``: dS from registers to shared memory."""
+    """Make ``store_ds(sdS, rdS, thread)``, which stores dS from registers in shared memory."""
     TM, TN, TX, TY = spec.TM, spec.TN, spec.tx_count, spec.ty_count
     pitch, flip = spec.rows_p.pitch, flip_of(spec.rows_p)
 

@@ -1,4 +1,4 @@
-"""Where a column of a row lies in a tile of shared memory: ``tiling.simt.SharedRows``."""
+"""The swizzle of tiles in shared memory on CUDA cores, as ``tiling.simt.SharedRows`` defines it."""
 
 from fa_numba.device import int64, uint32
 from fa_numba.parts.namespace import part
@@ -6,7 +6,10 @@ from fa_numba.parts.namespace import part
 
 @part
 def flip_of(rows):
-    """``flip(r)``: what the columns of row r, in bytes, are exclusive-ored with; int64."""
+    """Make ``flip(r)``, which returns the number for the exclusive or with the columns of row r.
+
+    The columns and the number are in bytes. The number is an int64.
+    """
     BYTES, STEP, WAYS = 4 * rows.unit, rows.step, rows.ways
 
     def flip(r):
