@@ -149,8 +149,8 @@ class BlockRows(NamedTuple):
 class Box(NamedTuple):
     """The position of a TMA tile in an array, as coordinates of the array's tensor map."""
 
-    outer: Any  # the outermost coordinate, usually the batch entry
-    inner: Any  # the second coordinate, usually the head
+    outer: Any  # the batch entry; WRAPS if sequences end within the array (``TiledArray``)
+    inner: Any  # the head; the result of ``load.end_of`` if sequences end within the array
     row: Any
 
 

@@ -17,8 +17,8 @@ def make_thread(spec):
     """Make ``thread()``, which returns the first row of this warp in a tile, and the thread's
     position.
 
-    The position is a ``Thread`` (ty, tx): ty is the thread's first row, and 4 lanes with the
-    numbers tx share a row.
+    The position is a ``Thread`` (ty, tx). ``ty`` is the thread's first row, and ``tx`` is the
+    number of the thread among the 4 lanes that share the row.
     """
     ROWS = spec.warp_rows
 

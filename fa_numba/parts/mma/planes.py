@@ -1,9 +1,15 @@
-"""Products of float32 matrices on tensor cores: an element is a sum of two or three 16-bit ones,
-its planes (``parts.fragments.planes``). A tensor core cuts off what a sum in its registers is too
-large for, so that errors grow with the number of additions: A0 B0 has sums of its own, which small
-products do not disturb, and so has every tile of P V; they meet in float32 additions.
+"""Matrix products of float32 matrices on tensor cores (``mma.sync``): each matrix is a sum of
+planes.
 
-In a row of a tile in shared memory, and in registers, plane p begins ``planes`` p-th parts on.
+A plane is a 16-bit matrix (``parts.fragments.planes``). A tensor core drops the low bits of a
+product if the sum in its registers is too large for them, so that errors grow with the number of
+additions. The kernels therefore keep separate sums, and add them in float32:
+
+- the sum of A0 B0, and the sum of the smaller products of planes,
+- for P V, one sum for each tile.
+
+A row of a tile in shared memory contains the planes one after the other. An array of registers
+contains them one after the other too.
 """
 
 from functools import cache
@@ -45,10 +51,14 @@ def _no_product(a, b, c, d, e, f, g):
 
 @part
 def _make_multiply(dtype, planes, step, beside=2, count=None):
-    """``multiply(rL, rT, low, high, rA, a, rB)``: the products of the planes of a fragment of A,
-    from rA[a] on and ``step`` registers apart, with those of B, added to 16 x 16 elements at
-    ``low`` and ``high``, 8 columns on ``beside`` registers further: A0 B0 to rL, the others to rT,
-    from the smallest on. The first ``count``.
+    """Make ``multiply(rL, rT, low, high, rA, a, rB)``, which multiplies the planes of two
+    fragments.
+
+    ``rA`` holds the planes of a fragment of A, from register ``a`` on and ``step`` registers apart.
+    ``rB`` holds the planes of a fragment of B. The results are 16 x 16 elements. ``low`` and
+    ``high`` are the registers of their first 8 columns, and the other 8 columns are ``beside``
+    registers further. A0 B0 is added to rL. The other products are added to rT, from the smallest
+    to the largest. Only the first ``count`` products are computed.
     """
     order = pairs_of_planes(planes)
     count = len(order) if count is None else count
@@ -70,7 +80,7 @@ def _make_multiply(dtype, planes, step, beside=2, count=None):
 
 @part
 def make_scores_of_planes(spec):
-    """``scores(rS, rQ, sQ, sK, row0, col0)``: as ``products.make_scores``, of planes."""
+    """Make ``scores(rS, rQ, sQ, sK, row0, col0)``, which is ``products.make_scores`` for planes."""
     pitch, RS, place = spec.rows.pitch, spec.TM * spec.TN, make_place(spec.rows)
     add_from = _make_add_scores_from(spec, 0)
 
@@ -90,8 +100,12 @@ def make_scores_of_planes(spec):
 
 @part
 def _make_add_scores_from(spec, first):
-    """``add_from(rS, rT, rQ, sQ, sK, at_q, at_k)``: the products of 16 columns of Q and K each,
-    from number ``first`` on; some of them, whose loop is unrolled, and the rest.
+    """Make ``add_from(rS, rT, rQ, sQ, sK, at_q, at_k)``, which adds products of Q and K to rS and
+    rT.
+
+    It handles blocks of 16 columns of Q and K, from number ``first`` on. One function handles
+    UNROLLED blocks, because its loop is unrolled, and calls the next function of this kind for the
+    rest. ``at_q`` and ``at_k`` are indices in shared memory.
     """
     R, TN, K, keeps, PLANES = spec.TM // 2, spec.TN, spec.DK, spec.keeps_q, spec.planes
     COLUMNS, RK, LAST = TN // 4, 4 * spec.planes, min(spec.DK, first + UNROLLED)
@@ -120,29 +134,34 @@ def _make_add_scores_from(spec, first):
 
 
 class Sums(NamedTuple):
-    """What a warp adds up of A B, of planes: R fragments of 16 rows, 16 K terms, 16 DN columns of
-    B's ``rows`` in shared memory; ``carries`` as ``make_further`` says.
-    """
+    """The sizes of a product A B of planes that one warp computes."""
 
-    R: int
-    K: int
-    DN: int
+    R: int  # fragments of 16 rows of A
+    K: int  # the sum has 16 K terms
+    DN: int  # the result has 16 DN columns
     planes: int
     dtype: str
-    rows: Any
-    carries: bool = False
+    rows: Any  # the layout of B in shared memory (``tiling.mma_rows.TileRows``)
+    carries: bool = False  # the argument of ``make_further`` for the columns of B
 
 
 @cache
 def make_add_output_of_planes(spec):
-    """``add_output(rO, rP, sV, unit, options)``: as ``products.make_add_output``, of planes."""
+    """Make ``add_output(rO, rP, sV, unit, options)``, which is ``products.make_add_output`` for
+    planes.
+    """
     return add_fragment_product_of_planes(spec, spec.features.dropout, P_SCALE)
 
 
 @part
 def add_fragment_product_of_planes(spec, drops, times):
-    """rO += P V of planes; ``drops`` is for a P with marks, whose factor ``unit`` has, as the
-    inverse of what scaled planes are multiplied by, ``times``.
+    """Make ``add_output(rO, rP, sV, unit, options)``, which adds ``unit`` times P V to rO, for
+    planes.
+
+    ``rP`` holds P in float32 and is split into planes here. With ``drops``, negative elements of P
+    are dropped elements and count as 0. With scaled planes, P is multiplied by ``times`` before it
+    is split. ``unit`` must contain the inverse of ``times``, and with dropout the factor 1 / (1 -
+    dropout_p).
     """
     R, TN, K, rows, PLANES = spec.TM // 2, spec.TN, spec.TN // 4, spec.value_rows, spec.planes
     STEP, scaled = spec.TM * spec.TN // 2, spec.features.scaled and times != ONE
@@ -170,8 +189,12 @@ def add_fragment_product_of_planes(spec, drops, times):
 
 @part
 def _make_add_columns_from(sums, first):
-    """``add_from(rO, rA, sV, at, unit)``: A B of 16 columns at a time, from number ``first`` on, in
-    sums of this tile alone, and ``unit`` times these to rO; some, and the rest, as above.
+    """Make ``add_from(rO, rA, sV, at, unit)``, which adds ``unit`` times A B to rO.
+
+    ``rA`` holds the planes of A, and ``at`` is the index of B in sV. It handles blocks of 16
+    columns of B, from number ``first`` on. Each block has sums of its own, which are added to rO at
+    the end. One function handles UNROLLED blocks, and calls the next function of this kind for the
+    rest.
     """
     R, K, DN, PLANES, dtype, rows, carries = sums
     STEP, RF, RV, PLANE = 4 * R * K, 8 * R, 4 * PLANES, rows.columns // PLANES
@@ -210,6 +233,12 @@ OF_DQ, OF_DK, OF_DV = range(UNITS)
 
 @part
 def _make_units_of_tile(spec):
+    """Make ``units_of_tile()``, which returns the words of shared memory with the factors of a
+    tile.
+
+    The first UNITS words are the factors for dQ, dK and dV. The following words hold each warp's
+    largest |dS|.
+    """
     WORDS, AT = spec.unit_words, spec.shared_bytes // 4 - spec.unit_words
 
     def units_of_tile():
@@ -220,7 +249,10 @@ def _make_units_of_tile(spec):
 
 @part
 def _make_unit(spec, of):
-    """``unit()``: what a product with planes of dS or P is to be multiplied by."""
+    """Make ``unit()``, which returns the factor for a product with planes of dS or P.
+
+    ``of`` is OF_DQ, OF_DK or OF_DV. The factor is 1 without scaled planes.
+    """
     scaled, units_of_tile = spec.features.scaled, _make_units_of_tile(spec)
 
     def unit():
@@ -231,8 +263,11 @@ def _make_unit(spec, of):
 
 @part
 def make_scale_ds(spec):
-    """``scale_ds(rdS, tile)``: where planes are scaled, dS times a power of two, one for the tile;
-    and the units of its products, there at the next barrier.
+    """Make ``scale_ds(rdS, tile)``, which multiplies dS by a power of two if planes are scaled.
+
+    All elements of the tile get the same power of two, which depends on the largest finite |dS| of
+    the tile. The function also stores the factors for dQ, dK and dV that undo the scaling. Other
+    threads can read them after the next barrier. The function contains a ``syncthreads``.
     """
     RS, WARPS, packed = spec.TM * spec.TN, spec.warps, spec.features.packed
     units_of_tile, P = _make_units_of_tile(spec), float32(1.0 / P_SCALE_BACKWARD)
@@ -269,9 +304,11 @@ def make_scale_ds(spec):
 
 @part
 def make_add_transposed_of_planes(spec, of, whole):
-    """``add(rdV, rP, sP, sT, row0, col0, options)``: as ``products.make_add_dv`` has it and
-    ``make_add_dk``, of planes; ``of`` is the product, OF_DV or OF_DK. Units lie where the ``whole``
-    kernel has them.
+    """Make ``add(rdV, rP, sP, sT, row0, col0, options)``, which is ``products.make_add_dv`` for
+    planes.
+
+    ``of`` is OF_DV, or OF_DK for the function of ``products.make_add_dk``. ``whole`` is the spec of
+    the kernel. ``spec`` differs from it if V has its own head dimension.
     """
     own, PLANES, PLANE = spec.row_warps == 1, spec.planes, spec.plane_of_scores
     R, K, rows = spec.TN // 2, spec.Br // 16, spec.rows
@@ -306,7 +343,9 @@ def make_add_transposed_of_planes(spec, of, whole):
 
 @part
 def make_dq_of_planes(spec):
-    """``dq(rdQ, sdS, sK, turn)``: as ``products.make_dq``, of planes; rdQ is 0 before."""
+    """Make ``dq(rdQ, sdS, sK, turn)``, which is ``products.make_dq`` for planes. rdQ must be 0
+    before.
+    """
     R, C, ALONG, DN = spec.query_fragments, spec.query_chunks, spec.chunk_warps, spec.DN
     K, PLANES, PLANE, COLUMNS = spec.Bc // 16, spec.planes, spec.plane_of_scores, spec.columns
     RA, RV, STEP, RQ = 4 * R * PLANES, 4 * PLANES, 4 * R, 8 * R * C
@@ -353,8 +392,11 @@ def make_dq_of_planes(spec):
 
 @part
 def make_store_of_planes(spec, of):
-    """``store(sT, rT, tile)``: as ``products.make_store_p`` and ``make_store_ds``, the planes one
-    behind the other; ``of`` is what they are stored for. dS is scaled in registers too.
+    """Make ``store(sT, rT, tile)``, which is ``products.make_store_p`` or ``make_store_ds`` for
+    planes.
+
+    ``of`` is OF_DV to store PT, and OF_DQ to store dST. The planes are stored one after the other.
+    For dS, the function first scales the values in the registers (``make_scale_ds``).
     """
     TM, TN, pitch, PLANES = spec.TM, spec.TN, spec.rows_ds.pitch, spec.planes
     row_of, column_of, PLANE = make_row(spec), make_column(spec), spec.plane_of_scores

@@ -1,4 +1,6 @@
-"""The matrix products of attention on tensor cores: 16-bit operands, sums in float32 registers."""
+"""The matrix products of attention on tensor cores: 16-bit operands, and sums in float32
+registers.
+"""
 
 from functools import cache
 
@@ -20,37 +22,47 @@ from fa_numba.tiling.mma_rows import CHUNK
 
 
 def instructions(dtype):
-    """(mma, pack): a 16-bit dtype's matrix instruction, and the rounding to it."""
+    """Return two device functions for a 16-bit dtype: its matrix instruction, and the rounding to
+    it.
+    """
     pack, _ = conversions(dtype)
     return MMA[DTYPES[dtype].matrix], pack
 
 
 @cache
 def make_scores(spec):
-    """``scores(rS, rQ, sQ, sK, row0, col0)``: rS = Qi KjT for this warp's rows from ``row0`` and
-    columns from ``col0`` on.
+    """Make ``scores(rS, rQ, sQ, sK, row0, col0)``, which computes S = Qi KjT in registers.
+
+    It computes this warp's rows from ``row0`` on and columns from ``col0`` on. ``rQ`` holds the
+    fragments of Q if they stay in registers (``spec.keeps_q``). Otherwise each fragment is loaded
+    from sQ into rQ before its use.
     """
     return planes.make_scores_of_planes(spec) if spec.planes > 1 else _make_scores(spec)
 
 
 @cache
 def make_value_scores(spec):
-    """``value_scores(rdP, rV, sV, sdO, row0, col0)``: dPT = V dOT of a backward kernel."""
+    """Make ``value_scores(rdP, rV, sV, sdO, row0, col0)``, which computes dPT = V dOT in the
+    backward pass.
+
+    The arguments are those of ``scores``, with V in the place of Q and dO in the place of K.
+    """
     return make_scores(spec.whole.of_values.scores)
 
 
 @cache
 def make_load_value_fragments(spec):
-    """``load_value_fragments(rV, sV, row0)``: V's fragments for ``value_scores``."""
+    """Make ``load_value_fragments(rV, sV, row0)``, which loads V's fragments for
+    ``value_scores``.
+    """
     return make_load_fragments(spec.whole.of_values.scores)
 
 
 @part
 def _make_scores(spec):
-    """``scores(rS, rQ, sQ, sK, row0, col0)`` of 16-bit matrices.
+    """Make ``scores(rS, rQ, sQ, sK, row0, col0)`` for 16-bit matrices.
 
-    Where Q's fragments do not stay in rQ each passes through it: a loop that indexes registers is
-    unrolled.
+    The loops over registers are unrolled, because an index of registers must be a constant.
     """
     R, TN, K, pitch, keeps = spec.TM // 2, spec.TN, spec.DK, spec.rows.pitch, spec.keeps_q
     COLUMNS, RS = spec.TN // 4, spec.TM * spec.TN
@@ -81,8 +93,10 @@ def _make_scores(spec):
 
 @part
 def make_add_output(spec):
-    """``add_output(rO, rP, sV, unit, options)``: rO += Pij Vj, P as ``drop`` has marked it, rounded
-    to 16 bits as it goes in; of planes times ``unit``.
+    """Make ``add_output(rO, rP, sV, unit, options)``, which adds P V to O in registers.
+
+    ``rP`` holds P in float32, as ``drop`` has marked it, and is rounded to 16 bits here. ``unit``
+    multiplies the product if the kernel works with planes. Otherwise it is ignored.
     """
     if spec.planes > 1:
         return planes.make_add_output_of_planes(spec)
@@ -96,13 +110,20 @@ def make_add_output(spec):
 
 @cache
 def make_add_ds(spec):
-    """``add_ds(rdQ, rdS, sK, options)``: rdQ += dS K, dS rounded to 16 bits as it goes in."""
+    """Make ``add_ds(rdQ, rdS, sK, options)``, which adds dS K to dQ in registers.
+
+    ``rdS`` holds dS in float32 and is rounded to 16 bits here.
+    """
     return add_fragment_product(spec, False)
 
 
 @part
 def add_fragment_product(spec, drops):
-    """Either of them; ``drops`` is for a P with marks."""
+    """Make the function of ``make_add_output`` or ``make_add_ds`` for 16-bit matrices.
+
+    The left operand is in registers and is rounded here. With ``drops``, its negative elements are
+    dropped elements of P, and the kept ones are multiplied by 1 / (1 - dropout_p).
+    """
     R, TN, DN, rows = spec.TM // 2, spec.TN, spec.DN, spec.value_rows
     K, RA = spec.TN // 4, 4 * (spec.TM // 2)
     mma, pack = instructions(spec.dtype)
@@ -132,11 +153,12 @@ def add_fragment_product(spec, drops):
 
 @part
 def _make_add_shared_product(R, DN, K, rows_p, rows, dtype, transposed, carries=False):
-    """rO += A B of 16 R rows, 16 DN columns from ``col0`` on and a sum over 16 K, A from sP and B
-    from sV, which start at their places there.
+    """Make ``add_shared_product(rO, sP, at_p, sV, at_v, row0, col0)``, which adds A B to rO.
 
-    A is rows of P from ``row0`` on or, ``transposed``, its columns from ``row0`` on. ``carries`` as
-    ``make_further`` says of B's columns.
+    Both operands are in shared memory: A begins at index ``at_p`` of sP, and B at index ``at_v`` of
+    sV. The result has 16 R rows and 16 DN columns, from column ``col0`` of B on. The sum has 16 K
+    terms. A consists of the rows of sP from ``row0`` on, or of its columns from ``row0`` on if
+    ``transposed``. ``carries`` is the argument of ``make_further`` for the columns of B.
     """
     RA, pitch_p = 4 * R, rows_p.pitch
     mma, _ = instructions(dtype)
@@ -175,8 +197,12 @@ def _make_add_shared_product(R, DN, K, rows_p, rows, dtype, transposed, carries=
 
 @cache
 def make_add_stage(spec):
-    """``add_stage(rO, sP, at_p, sV, at_v, row0, col0)``: rO += P V of this warp's rows from
-    ``row0`` and V's columns from ``col0`` on, in shared memory from ``at_p`` and ``at_v`` on.
+    """Make ``add_stage(rO, sP, at_p, sV, at_v, row0, col0)``, which adds P V of one stage to O in
+    registers.
+
+    The stage begins at the indices ``at_p`` and ``at_v`` of shared memory. The function computes
+    this warp's rows of P from ``row0`` on, and the columns of V from ``col0`` on. Standard
+    attention uses it.
     """
     sizes = spec.TM // 2, spec.DN, spec.step // 16
     return _make_add_shared_product(*sizes, spec.rows_p, spec.value_rows, spec.dtype, False)
@@ -184,17 +210,22 @@ def make_add_stage(spec):
 
 @cache
 def make_add_stage_transposed(spec):
-    """``add_stage`` of rO += PT dO: ``row0`` and the rows of rO are columns of P."""
+    """Make ``add_stage_transposed(rO, sP, at_p, sV, at_v, row0, col0)``, which adds PT dO of one
+    stage.
+
+    The arguments are those of ``add_stage``, but ``row0`` and the rows of rO are columns of P.
+    """
     sizes = spec.TM // 2, spec.DN, spec.step // 16
     return _make_add_shared_product(*sizes, spec.rows_t, spec.rows, spec.dtype, True)
 
 
 @part
 def make_add_dv(spec):
-    """``add_dv(rdV, rP, sP, sdO, row0, col0, options)``: rdV += PT dO for this warp's rows of PT
-    from ``row0`` and columns of dO from ``col0`` on; P as ``drop`` has marked it.
+    """Make ``add_dv(rdV, rP, sP, sdO, row0, col0, options)``, which adds PT dO to dV in registers.
 
-    PT is the warp's own registers where it has all of those rows, else from shared memory.
+    It computes this warp's rows of PT from ``row0`` on, and the columns of dO from ``col0`` on.
+    ``rP`` holds P as ``drop`` has marked it. If the warp holds all that it needs of PT in rP, PT
+    comes from there. Otherwise PT comes from sP, where ``store_p`` has stored it.
     """
     add = _make_add_transposed_product(spec.of_values, planes.OF_DV, spec)
     if not spec.head_dim_v:
@@ -209,13 +240,20 @@ def make_add_dv(spec):
 
 @cache
 def make_add_dk(spec):
-    """``add_dk(rdK, rdS, sdS, sQ, row0, col0, options)``: rdK += dST Q, as ``add_dv``."""
+    """Make ``add_dk(rdK, rdS, sdS, sQ, row0, col0, options)``, which adds dST Q to dK in registers.
+
+    It works as ``add_dv``, with dS in the place of P and Q in the place of dO.
+    """
     return _make_add_transposed_product(spec, planes.OF_DK, spec)
 
 
 @part
 def _make_add_transposed_product(spec, of, whole):
-    """Either of them; ``whole`` is the kernel's own, where ``spec`` has V's head dimension."""
+    """Make the function of ``make_add_dv`` or ``make_add_dk``.
+
+    ``of`` is ``planes.OF_DV`` or ``planes.OF_DK``. ``whole`` is the spec of the kernel. ``spec``
+    differs from it if V has its own head dimension.
+    """
     if spec.planes > 1:
         return planes.make_add_transposed_of_planes(spec, of, whole)
     drops = spec.features.dropout and of == planes.OF_DV
@@ -236,7 +274,11 @@ def _make_add_transposed_product(spec, of, whole):
 
 @part
 def make_dq(spec):
-    """``dq(rdQ, sdS, sK, turn)``: this warp's part of dQ += dSij Kj, dST in shared memory."""
+    """Make ``dq(rdQ, sdS, sK, turn)``, which adds this warp's part of dSij Kj to dQ in registers.
+
+    dST is in shared memory sdS. ``turn`` is 0 or 1, because a large dQ is computed in
+    ``spec.query_turns`` turns.
+    """
     if spec.planes > 1:
         return planes.make_dq_of_planes(spec)
     R, C, ALONG, DN = spec.query_fragments, spec.query_chunks, spec.chunk_warps, spec.DN
@@ -276,7 +318,10 @@ def make_dq(spec):
 
 @part
 def make_load_fragments(spec):
-    """``load_fragments(rQ, sQ, row0)``: Q's fragments to registers, where they stay there."""
+    """Make ``load_fragments(rQ, sQ, row0)``, which loads Q's fragments into the registers rQ.
+
+    The warp's rows begin at ``row0``. If the fragments do not stay in registers, it does nothing.
+    """
     R, K, pitch, keeps = spec.TM // 2, spec.planes * spec.DK, spec.rows.pitch, spec.keeps_q
     place, load_fragment = make_place(spec.rows), make_load_fragment(spec)
 
@@ -292,20 +337,26 @@ def make_load_fragments(spec):
 
 @cache
 def make_store_p(spec):
-    """``store_p(sP, rP, tile)``: PT, rounded, to shared memory, a row for a column of S;
-    P as ``drop`` has marked it. Nothing where a warp's registers hold all that it needs of PT.
+    """Make ``store_p(sP, rP, tile)``, which stores PT, rounded, in shared memory.
+
+    A row of sP is a column of S. rP holds P as ``drop`` has marked it: dropped elements are stored
+    as 0. If each warp holds in registers all that it needs of PT, nothing is stored.
     """
     return _make_store(spec, planes.OF_DV)
 
 
 @cache
 def make_store_ds(spec):
-    """``store_ds(sdS, rdS, tile)``: dST, rounded, to shared memory, a row for a column of S."""
+    """Make ``store_ds(sdS, rdS, tile)``, which stores dST, rounded, in shared memory.
+
+    A row of sdS is a column of S.
+    """
     return _make_store(spec, planes.OF_DQ)
 
 
 @part
 def _make_store(spec, of):
+    """Make the function of ``make_store_p`` (``of`` is ``planes.OF_DV``) or ``make_store_ds``."""
     if spec.planes > 1:
         return planes.make_store_of_planes(spec, of)
     drops = spec.features.dropout and of == planes.OF_DV

@@ -1,4 +1,4 @@
-"""The parts of the kernels on Hopper's tensor cores (``wgmma``), a module an idea."""
+"""The parts of the kernels on Hopper's tensor cores (``wgmma``), one topic per module."""
 
 from fa_numba.parts import scores, values, visits
 from fa_numba.parts.namespace import bind
@@ -46,5 +46,5 @@ __all__ = [
 
 
 def pipelines(spec):
-    """The parts of each of a kernel's pipelines, in the order of ``spec.pipelines``."""
+    """Return the parts of each pipeline of a kernel, in the order of ``spec.pipelines``."""
     return tuple(bind(facts, pipeline)[0] for facts in spec.pipelines)

@@ -1,5 +1,7 @@
-"""The kernel that makes dQ alone, on Hopper's tensor cores: Qi and dOi stay, and of S and dP, rows
-in registers as in the forward pass, comes dS, an operand.
+"""Parts of the kernel that computes only dQ, on Hopper.
+
+Q is the outer loop: Qi and dOi stay in shared memory. S and dP are in registers by rows, as in the
+forward pass. dS is made of them and is the left operand of dS K.
 """
 
 from functools import cache
@@ -24,7 +26,9 @@ from fa_numba.tiling.wgmma import GROUP_ROWS
 
 @part
 def make_dq_shared_memory(spec):
-    """``dq_shared_memory()``: Qi, dOi, slots of K and V, and the barriers."""
+    """Make ``dq_shared_memory()``, which returns the kernel's shared memory as a ``DqShared``
+    record.
+    """
     (NQ, NK, _), (NO, NV, _) = spec.tile_halves, spec.of_values.tile_halves
     NKS, NVS, AT_K = spec.stages * NK, spec.stages * NV, NQ + NO
     AT_V, AT_BARRIERS, BARRIERS = AT_K + NKS, spec.halves // 4, spec.barriers
@@ -39,8 +43,11 @@ def make_dq_shared_memory(spec):
 
 @part
 def make_dq_row_tile(spec):
-    """``dq_row_tile(Q, K, group, options)``: the first row of this block's row tile, and its head;
-    those with most columns go first.
+    """Make ``dq_row_tile(Q, K, group, options)``, which returns the first row of this block's row
+    tile, and its head.
+
+    With a causal mask, the row tiles with the most columns have the first blocks of the grid, so
+    that the last blocks are short.
     """
     Br, packed, sequence_tile = spec.Br, spec.features.packed, sequence_tile_of(spec.Br)
     grouped, lengths = spec.grouped, make_lengths(spec)
@@ -60,7 +67,9 @@ def make_dq_row_tile(spec):
 
 @part
 def make_load_do_once(spec):
-    """``load_do_once(sdO, dO, i0, head, bars, slot)``: dOi, zeros beyond the sequence."""
+    """Make ``load_do_once(sdO, dO, i0, head, bars, slot)``, which starts to load dOi. Rows beyond
+    the sequence become 0.
+    """
     NO, full = spec.of_values.tile_halves[0], spec.pipelines.do.full
     load = make_tile_of_queries(spec.of_values, GROUP_ROWS)
 
@@ -72,20 +81,28 @@ def make_load_do_once(spec):
 
 @cache
 def make_load_v(spec):
-    """``load_v(sV, V, j0, head, pages, bars, slot)``: Vj to a slot."""
+    """Make ``load_v(sV, V, j0, head, pages, bars, slot)``, which starts to load Vj into an empty
+    slot.
+    """
     return make_v(spec.of_values)
 
 
 @cache
 def make_begin_dp(spec):
-    """``begin_dp(rdP, sdO, once, w, sV, stage)``: dP = dO VT of warpgroup w's rows."""
+    """Make ``begin_dp(rdP, sdO, once, w, sV, stage)``, which begins dP = dO VT of warpgroup w's
+    rows.
+
+    ``once`` is the number of the only slot of dO, and ``stage`` is the slot of V.
+    """
     return make_begin_scores(spec.of_values)
 
 
 @part
 def make_p_of_rows(spec):
-    """``p_of_rows(rS, scale, rL)``: S to P = exp(S - L); where slopes of scores are not 1 nothing:
-    ``ds_of_rows`` does it then.
+    """Make ``p_of_rows(rS, scale, rL)``, which turns scores in rS into P = exp(S - L).
+
+    With a cap, or if the scores stay in registers until dS (``features.scores_stay``), it does
+    nothing, because ``ds_of_rows`` computes P then.
     """
     if not (spec.features.softcap or spec.features.scores_stay):
         return softmax.make_from_lse(spec)
@@ -98,8 +115,12 @@ def make_p_of_rows(spec):
 
 @part
 def make_ds_of_rows(spec):
-    """``ds_of_rows(rdS, rdP, rS, rL, rD, tile)``: dS = P o (dP - D) in 16 bits, of P in rS; with a
-    cap, or a function whose slope is not 1, of S, which slopes are made of.
+    """Make ``ds_of_rows(rdS, rdP, rS, rL, rD, tile)``, which computes dS = P o (dP - D) in 16 bits.
+
+    rS holds P as ``drop`` has marked it. With a cap, or if the scores stay in registers
+    (``features.scores_stay``), rS holds scores, and the function also computes P and the
+    derivatives of the scores. ``rL`` and ``rD`` have one register per row. Two neighbouring
+    elements of dS share a word of rdS.
     """
     if spec.features.scores_stay:
         return _make_ds_of_modified_rows(spec)
@@ -128,6 +149,7 @@ def make_ds_of_rows(spec):
 
 @part
 def _make_ds_of_modified_rows(spec):
+    """Make ``ds_of_rows`` of ``make_ds_of_rows`` for scores that stay in registers until dS."""
     TN, COUNT = spec.TN, spec.TM * spec.TN
     pack, _ = CONVERSIONS[DTYPES[spec.dtype].matrix]
 

@@ -1,8 +1,11 @@
-"""Dropout backward on Hopper's tensor cores: producers draw ahead of the products, and consumers
-read a bit for each element.
+"""Dropout in FA-2's backward pass on Hopper's tensor cores.
 
-A draw's eight elements lie with two neighbouring warps, of 16 columns of S each: a thread that
-draws makes the bits of two others, and nothing is drawn twice.
+The producers draw random numbers before the consumers need them, and store one bit per element of S
+in shared memory: 1 means kept. The consumers read the bits.
+
+A draw has eight elements. They belong to two neighbouring warps, each of which computes 16 columns
+of S. A thread that draws therefore computes the bits for two consumer threads, and no draw is
+computed twice.
 """
 
 from fa_numba.device import cuda, device_function, uint32
@@ -17,8 +20,11 @@ from fa_numba.tiling.wgmma import GROUP
 
 @device_function
 def _kept(w0, w1, w2, w3, last, less):
-    """Bits 0 to 3 of both halves: which halves of the four words are larger than that of ``last``,
-    the largest that is dropped.
+    """Return eight bits: which halves of the words w0 to w3 are larger than the half of ``last``.
+
+    Bits 0 to 3 of the lower half of the result are for the lower halves of the words, and bits 0 to
+    3 of the upper half for the upper halves. ``last`` contains the largest random number that is
+    dropped, in both halves. ``less`` is a constant that ``larger_halves`` needs.
     """
     k0, k1 = larger_halves(w0, last, less), larger_halves(w1, last, less)
     k2, k3 = larger_halves(w2, last, less), larger_halves(w3, last, less)
@@ -27,11 +33,12 @@ def _kept(w0, w1, w2, w3, last, less):
 
 @part
 def make_draw_tile(spec):
-    """``draw_tile(shared, i0, j0, head, slot)``: bits of a tile of S to a slot. A warp draws for 32
-    columns, a thread for those at its place in two consumer warps.
+    """Make ``draw_tile(shared, i0, j0, head, slot)``, which stores the bits of a tile of S in a
+    slot.
 
-    A word has a bit for 16 rows of each of a consumer thread's two columns, a half word each: 1 is
-    kept.
+    All threads of the producer warpgroup call it. A warp draws for 32 columns of S. A thread draws
+    for its position in two consumer warps. Each consumer thread has two columns of S. One word
+    contains its bits for 16 rows of each column, one half word per column.
     """
     WORDS, THREADS, Bc = spec.drawn_words, spec.drawing_threads, spec.Bc
     full = spec.pipelines.q.full
@@ -66,7 +73,9 @@ def make_draw_tile(spec):
 
 @part
 def make_read_drawn(spec):
-    """``read_drawn(rBits, stage)``: this consumer thread's bits of a slot."""
+    """Make ``read_drawn(rBits, stage)``, which reads this consumer thread's bits of a slot into
+    registers.
+    """
     WORDS, THREADS, (AT_B, NB) = spec.drawn_words, spec.drawing_threads, spec.drawn_span
 
     def read_drawn(rBits, stage):
@@ -80,8 +89,11 @@ def make_read_drawn(spec):
 
 @part
 def make_drop_drawn(spec):
-    """``drop_drawn(rP, sB, stage)``: the dropped elements of PT change sign, as ``drop`` has it;
-    where scores stay nothing: ``ds_of_columns`` does it then.
+    """Make ``drop_drawn(rP, sB, stage)``, which makes the dropped elements of PT negative, as
+    ``drop`` does.
+
+    If the scores stay in registers until dS is computed (``features.scores_stay``), it does
+    nothing, because ``ds_of_columns`` then drops the elements.
     """
     WORDS, THREADS, TM, shares = spec.drawn_words, spec.drawing_threads, spec.TM, spec.wide
     if spec.features.scores_stay:

@@ -1,4 +1,6 @@
-"""The epilogue: O, or a gradient, from registers to global memory, by way of shared memory."""
+"""The epilogue on Hopper: O or a gradient moves from registers to global memory through shared
+memory.
+"""
 
 from fa_numba.device import uint32
 from fa_numba.dtypes import DTYPES
@@ -28,9 +30,13 @@ from fa_numba.tiling.wgmma import PANEL
 
 @part
 def make_write_out(spec):
-    """``write_out(rO, rl, rm, shared, slot, out, split, tile)``: O = diag(l)^-1 O and L = m + log l
-    of a warpgroup's rows; or, of a share of the columns, O as it is, l and m for ``merge_splits``.
-    Releases the slot of Q, which O may leave by way of.
+    """Make ``write_out(rO, rl, rm, shared, slot, out, split, tile)``, which writes the results of a
+    work tile.
+
+    Without key splits, it writes O = diag(l)^-1 O and L = m + log l of a warpgroup's rows. O then
+    passes through the slot of Q in shared memory, unless the kernel works with planes. With key
+    splits, it writes the unnormalised O, l and m, which ``merge_splits`` combines. In all cases it
+    releases the slot of Q.
     """
     splits, rows_of, sync_group = spec.features.splits, make_rows_of(spec), make_sync_group(spec)
     unscale_output, write_split = make_unscale_output(spec), make_write_split(spec)
@@ -57,9 +63,13 @@ def make_write_out(spec):
 
 @part
 def make_write_queries(spec):
-    """``write_queries(rO, sQ, slot, O, row0, head, thread)``: a warpgroup's rows of O, rounded, by
-    way of its own rows of a slot of Q; none beyond the array, or a packed sequence. Its first
-    thread waits until these have been read. Of planes in float32, straight from registers.
+    """Make ``write_queries(rO, sQ, slot, O, row0, head, thread)``, which writes a warpgroup's rows
+    of O.
+
+    O is rounded and passes through the warpgroup's own rows of a slot of Q. Rows beyond the array
+    or beyond a packed sequence are not written. The warpgroup's first thread waits until the copy
+    engine has read the slot. With planes, O is float32 and goes from registers to global memory
+    directly.
     """
     NQ, floats = spec.tile_halves[0], spec.planes > 1
     write = make_write_tile(spec, make_query_box(spec, spec.features.packed))
@@ -77,8 +87,12 @@ def make_write_queries(spec):
 
 @part
 def make_write_tile(spec, find):
-    """``write_tile(rO, sQ, at, O, row0, head, thread)``: a warpgroup's rows, rounded, to where
-    ``find`` finds them, by way of its own rows of sQ.
+    """Make ``write_tile(rO, sQ, at, O, row0, head, thread)``, which writes a warpgroup's rows,
+    rounded.
+
+    The rows pass through the warpgroup's own rows of sQ, in a slot that begins at element ``at``.
+    ``find(O, row0, head)`` returns the ``Box`` of the rows in O's tensor map. The warpgroup's first
+    thread waits until the copy engine has read sQ.
     """
     Br, panels, members = spec.Br, spec.panels_v, spec.tile_heads > 1
     round_rows = _make_round_rows(spec)
@@ -101,8 +115,11 @@ def make_write_tile(spec, find):
 
 @part
 def _make_round_rows(spec):
-    """``round_rows(rO, sQ, at, thread)``: a warpgroup's rows of O in 16 bits to its own rows of
-    sQ, where the copy engine then sees them; gives the first element's place.
+    """Make ``round_rows(rO, sQ, at, thread)``, which stores a warpgroup's rows of O in 16 bits in
+    sQ.
+
+    The warpgroup's threads wait for each other, and the copy engine can then read the rows. The
+    result is the index of the warpgroup's first element in sQ.
     """
     TM, DN4, Br, STEP = spec.TM, 4 * spec.DN, spec.Br, spec.row_step
     sync_group, ROWS = make_sync_group(spec), spec.consumer_rows
@@ -126,14 +143,17 @@ def _make_round_rows(spec):
 
 @part
 def make_write_split(spec):
-    """``write_split``: see ``split_epilogue.writes_split``; the rows are of one warpgroup."""
+    """Make ``write_split`` for one warpgroup's rows: see ``split_epilogue.writes_split``."""
     return writes_split(spec, make_write_fragments(spec))
 
 
 @part
 def make_rows_of(spec):
-    """``rows_of(rows, head)``: how many rows of queries, padding among them, a sequence has in
-    arrays of ``rows`` rows.
+    """Make ``rows_of(rows, head)``, which returns the number of rows of queries that a sequence has
+    in an array.
+
+    The number includes padding. ``rows`` is the number of rows of the array. For packed sequences
+    the result is ``head.Nq``.
     """
     packed = spec.features.packed
 
@@ -147,7 +167,10 @@ def make_rows_of(spec):
 
 @part
 def make_write_logsumexps(spec):
-    """``write_logsumexps(rl, out, row0, head, thread)``: one value a row of L."""
+    """Make ``write_logsumexps(rl, out, row0, head, thread)``, which writes L of a thread's rows.
+
+    ``rl`` holds L of each row, and ``out`` is an ``Out`` record.
+    """
     TM, STEP, heads, rows_of = spec.TM, spec.row_step, spec.tile_heads, make_rows_of(spec)
     write_values, query_rows = make_write(spec), make_query_rows(spec)
 

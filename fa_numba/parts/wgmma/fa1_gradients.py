@@ -1,5 +1,8 @@
-"""FlashAttention-1 backward on Hopper's tensor cores: O comes with the row tiles, D is made in
-every pass, and dQ passes through global memory in every pass.
+"""Parts of FlashAttention-1's backward pass on Hopper's tensor cores.
+
+In every pass, O is loaded with the row tiles, D is computed again, and dQ moves from global memory
+to registers and back. ``h`` is a query head and ``i0`` the first row of a row tile. Together they
+are a visit of the column tile j0.
 """
 
 from functools import cache
@@ -45,8 +48,8 @@ CHUNK = 8  # 16-bit elements in 16 bytes
 
 @part
 def make_fa1_backward_shared_memory(spec):
-    """``fa1_backward_shared_memory()``: Kj and Vj, slots of Q, dO, O, dS, L and D, words of visits
-    where a block mask hides some, and the barriers.
+    """Make ``fa1_backward_shared_memory()``, which returns the shared memory as a
+    ``Fa1BackwardShared`` record.
     """
     (NQ, NK, NS), (NO, NV, _) = spec.tile_halves, spec.of_values.tile_halves
     AT_Q, AT_DO, AT_DS, _, AT_L, AT_BARRIERS = spec.offsets
@@ -69,8 +72,11 @@ def make_fa1_backward_shared_memory(spec):
 
 @part
 def make_rows_of_block(spec):
-    """``rows_of_block(Q, K, group, split_rows, options)``: the first head of this block, how many
-    there are, its first row of Q of each, and one past its last.
+    """Make ``rows_of_block(Q, K, group, split_rows, options)``, which returns the work of this
+    block.
+
+    The result is the first query head, the number of query heads, the first row of Q in each head,
+    and one past the last row. With query splits, a block gets ``split_rows`` rows.
     """
     splits, heads_of_group = spec.splits_queries, make_heads_of_group(spec)
 
@@ -87,9 +93,13 @@ def make_rows_of_block(spec):
 
 @part
 def make_pass_word(spec):
-    """``pass_word(h, i0, first, j0, h_end, i_first, i_end)``: what a slot of Q says to consumers,
-    which read no list of a block mask: the head of the next visit, and a word (``listed.word``).
-    Without a block mask nobody looks at it.
+    """Make ``pass_word(h, i0, first, j0, h_end, i_first, i_end)``, by which the loader of Q
+    describes a visit.
+
+    With a block mask, the result is the query head of the next visit and a word
+    (``listed.make_word``). The word contains the next row tile and what ``visit_ahead`` says of the
+    visit (h, i0). The loader stores both in the slot for the consumers, which read no list of a
+    block mask. Without a block mask, the result is not used.
     """
     sparse, word, next_visit = spec.features.sparse, make_word(spec), make_next_visit(spec)
     visit_ahead = make_visit_ahead(spec)
@@ -107,7 +117,9 @@ def make_pass_word(spec):
 
 @part
 def make_write_pass_word(spec):
-    """``write_pass_word(shared, slot, word)``: what ``pass_word`` gave, to the slot, beside Qi."""
+    """Make ``write_pass_word(shared, slot, word)``, which stores the result of ``pass_word`` in the
+    words of a slot.
+    """
     sparse, grouped = spec.features.sparse, spec.grouped
 
     def write_pass_word(shared, slot, word):
@@ -138,8 +150,11 @@ def make_read_pass_word(spec):
 
 @part
 def make_next_by_word(spec):
-    """``next_by_word(visit, shared, slot, h, i0, i_first, i_end)``: ``next_visit`` of a consumer,
-    which with a block mask reads in the slot what comes next.
+    """Make ``next_by_word(visit, shared, slot, h, i0, i_first, i_end)``, by which a consumer finds
+    the next visit.
+
+    The result is the query head and the first row of the next visit. With a block mask they come
+    from the slot and the word ``visit``.
     """
     Br, grouped, sparse = spec.Br, spec.grouped, spec.features.sparse
 
@@ -159,7 +174,9 @@ def make_next_by_word(spec):
 
 @part
 def make_visits_of_pass(spec):
-    """``visits_of_pass(heads, i_first, i_end)``: how many visits, if no block mask hides any."""
+    """Make ``visits_of_pass(heads, i_first, i_end)``, which returns the number of visits of a pass
+    without a block mask.
+    """
     Br = spec.Br
 
     def visits_of_pass(heads, i_first, i_end):
@@ -173,8 +190,12 @@ def make_visits_of_pass(spec):
 
 @part
 def make_is_nth_visit(spec):
-    """``is_nth_visit(n, n_end, h, h_end, i0, i_end)``: whether visit n comes before n_end;
-    with a block mask, whose visits cannot be counted beforehand, ``is_visit``.
+    """Make ``is_nth_visit(n, n_end, h, h_end, i0, i_end)``, which says whether the pass has a visit
+    number n.
+
+    Without a block mask, the visits of all passes are numbered, and ``n_end`` is one past the last
+    visit of this pass. With a block mask they cannot be counted in advance, and the result is
+    ``is_visit``.
     """
     sparse, is_visit = spec.features.sparse, make_is_visit(spec)
 
@@ -188,7 +209,10 @@ def make_is_nth_visit(spec):
 
 @part
 def make_has_visits(spec):
-    """``has_visits(first, j0, h_end, i_first, i_end)``: whether a pass has a visit."""
+    """Make ``has_visits(first, j0, h_end, i_first, i_end)``, which says whether a pass has a visit.
+
+    ``first`` is the first query head.
+    """
     sparse = spec.features.sparse
     first_visit, is_visit = make_first_visit(spec), make_is_visit(spec)
 
@@ -203,7 +227,10 @@ def make_has_visits(spec):
 
 @part
 def make_is_visit(spec):
-    """``is_visit(h, h_end, i0, i_end)``: whether there is a row tile at i0 of head h."""
+    """Make ``is_visit(h, h_end, i0, i_end)``, which says whether the pass has a visit (h, i0).
+
+    If not, (h, i0) is past the last visit of the pass.
+    """
     grouped = spec.grouped
 
     def is_visit(h, h_end, i0, i_end):
@@ -214,13 +241,18 @@ def make_is_visit(spec):
 
 @cache
 def make_fa1_load_columns(spec):
-    """``fa1_load_columns(shared, K, V, j0, head)``: Kj and Vj, zeros beyond the arrays."""
+    """Make ``fa1_load_columns(shared, K, V, j0, head)``, which starts to load Kj and Vj.
+
+    Rows beyond the arrays become 0.
+    """
     return load_column_tiles(spec, make_key_box(spec, False))
 
 
 @part
 def make_load_rows(spec):
-    """``load_rows(shared, Q, dO, O, i0, head, slot)``: Qi, dOi and Oi to a slot."""
+    """Make ``load_rows(shared, Q, dO, O, i0, head, slot)``, which starts to load Qi, dOi and Oi
+    into a slot.
+    """
     loads = (make_tile(s.Br, s.Br, s.panels, whole_box) for s in (spec, spec.of_values))
     (load_q, load_o), offsets = loads, make_offsets(spec)
     _, q, do, o, _ = spec.pipelines
@@ -237,8 +269,11 @@ def make_load_rows(spec):
 
 @part
 def make_load_lse(spec):
-    """``load_lse(shared, L, i0, head, slot)``: a warp loads L, in units of log2, and the
-    gradient of L, to where D will be. Both are 0 past the end and in rows whose L is -inf.
+    """Make ``load_lse(shared, L, i0, head, slot)``, by which a warp loads L of a row tile into a
+    slot.
+
+    L is stored in units of log2. If the call has a gradient dL of L, dL is stored where D will be.
+    Both are 0 in rows past the end, and in rows with L = -inf.
     """
     Br, place_of, full = spec.Br, value_place, spec.pipelines.q.full
     dlse = spec.features.dlse
@@ -270,8 +305,10 @@ def make_load_lse(spec):
 
 @part
 def make_dot_columns(spec):
-    """``dot_columns(Q, O)``: the columns of O; by the shape of Q where it has as many, which the
-    kernel reads in any case.
+    """Make ``dot_columns(Q, O)``, which returns the number of columns of O.
+
+    If V has no head dimension of its own, it is read from the shape of Q, which the kernel reads in
+    any case.
     """
     own = bool(spec.head_dim_v)
 
@@ -285,9 +322,12 @@ def make_dot_columns(spec):
 
 @part
 def make_row_dots(spec):
-    """``row_dots(shared, stage, columns)``: D = rowsum(dO o O), less dL, by two warps; a thread
-    takes a row, in chunks of 16 bytes. They have few registers, so loops are not to be unrolled:
-    the compiler is not told their ends.
+    """Make ``row_dots(shared, stage, columns)``, by which two warps compute D = rowsum(dO o O) of a
+    slot.
+
+    If the call has a gradient dL of the logsumexp, D - dL replaces D. A thread computes a row in
+    chunks of 16 bytes. The warps have few registers, so that the loops must not be unrolled. The
+    compiler therefore does not get to know their numbers of turns.
     """
     Br, NO = spec.Br, spec.of_values.tile_halves[0]
     place_of, full, dlse = value_place, spec.pipelines.d.full, spec.features.dlse
@@ -322,14 +362,19 @@ def make_row_dots(spec):
 # A part of dQ is always the same thread's: it reads what it has written itself in the pass before,
 # which needs no fence and no barrier.
 def pairs_of_dq(spec):
-    """Rows and columns from a thread's first element of dQ to each of its pairs."""
+    """Return the distance, in rows and columns, of each pair of a thread's dQ from its first
+    element.
+    """
     return tuple((8 * i, 8 * n) for i in range(2) for n in range(spec.query_columns // 8))
 
 
 @part
 def make_query_place(spec):
-    """``query_place(row0, rows_end, thread)``: row and column of this thread's first element of dQ,
-    and the rows from there to the end. Others stand as ``pairs_of_dq`` says.
+    """Make ``query_place(row0, rows_end, thread)``, which returns where this thread's part of dQ
+    begins.
+
+    The result is the row and the column of the first element, and the number of rows from there to
+    ``rows_end``. ``pairs_of_dq`` gives the distances of the other elements.
     """
     by_rows, COLUMNS = spec.Br > GROUP_ROWS, spec.query_columns
 
@@ -346,8 +391,11 @@ def make_query_place(spec):
 
 @part
 def make_read_dq(spec):
-    """``read_dq(rdQ, A, visit, j0, row0, rows_end, head, thread)``: this thread's part of dQ so
-    far, zeros past the end; of a visit that starts it nothing is read.
+    """Make ``read_dq(rdQ, A, visit, j0, row0, rows_end, head, thread)``, which reads this thread's
+    part of dQ from A.
+
+    Rows at or past ``rows_end`` become 0. If the visit is the first one of the row tile, all rows
+    become 0, and nothing is read.
     """
     pairs, row_starts = pairs_of_dq(spec), make_row_starts(spec)
     place, read_floats = make_query_place(spec), make_read_floats(spec)
@@ -369,8 +417,11 @@ def make_read_dq(spec):
 
 @part
 def make_write_dq(spec):
-    """``write_dq(rdQ, sums, scale, more, row0, rows_end, head, thread)``: this thread's part of dQ:
-    to A, if there is more to come, else scale times it to dQ, rounded; ``sums`` are both.
+    """Make ``write_dq(rdQ, sums, scale, more, row0, rows_end, head, thread)``, which writes this
+    thread's part of dQ.
+
+    ``sums`` is the pair (A, dQ) of arrays. With ``more``, later passes visit the row tile, and the
+    part goes to A in float32. Otherwise ``scale`` times the part is rounded and goes to dQ.
     """
     write_sums, write_rounded = _make_write_dq_sums(spec), _make_write_rounded(spec)
 
@@ -386,8 +437,13 @@ def make_write_dq(spec):
 
 @part
 def make_initialise_dq(spec):
-    """``initialise_dq(rdQ, sums, scale, first, h_end, row0, rows_end, thread)``: dQ = 0 of the
-    query heads from ``first`` on and these rows, as far as no visit starts it.
+    """Make ``initialise_dq(rdQ, sums, scale, first, h_end, row0, rows_end, thread)``, which writes
+    dQ = 0.
+
+    ``sums`` is the pair (A, dQ) of arrays. It writes to both (with a block mask only to dQ), for
+    the row tiles from ``row0`` to ``rows_end`` that no visit initialises. It does this in the query
+    heads from ``first`` to ``h_end`` - 1. If the first pass initialises all row tiles, it does
+    nothing.
     """
     Br, RQ, initialises = spec.Br, spec.query_registers, spec.features.initialises
     is_unseen, sparse = make_is_unseen(spec), spec.features.sparse
@@ -414,13 +470,17 @@ def make_initialise_dq(spec):
 
 @cache
 def _make_write_dq_sums(spec):
-    """``write_sums(rdQ, A, row0, rows_end, thread)``: this thread's part of dQ, in float32."""
+    """Make ``write_sums(rdQ, A, row0, rows_end, thread)``, which writes this thread's part of dQ in
+    float32.
+    """
     return write_pairs_of(spec, pairs_of_dq(spec), make_query_place(spec))
 
 
 @cache
 def _make_write_rounded(spec):
-    """``write_rounded(rdQ, dQ, factor, row0, rows_end, thread)``: factor times dQ, rounded."""
+    """Make ``write_rounded(rdQ, dQ, factor, row0, rows_end, thread)``, which writes ``factor``
+    times dQ, rounded.
+    """
     return write_rounded_of(spec, pairs_of_dq(spec), make_query_place(spec))
 
 
@@ -429,14 +489,19 @@ def _make_write_rounded(spec):
 
 @cache
 def make_fa1_write_dv(spec):
-    """``fa1_write_dv(rdV, sV, dV, row0, head, thread)``: as ``fa1_write_columns``, of dV."""
+    """Make ``fa1_write_dv(rdV, sV, dV, row0, head, thread)``, which is ``fa1_write_columns`` for
+    dV.
+    """
     return make_fa1_write_columns(spec.of_values)
 
 
 @part
 def make_fa1_write_columns(spec):
-    """``fa1_write_columns(rdK, sK, dK, row0, head, thread)``: this consumer's rows of dK; or,
-    where blocks share them, added to their float32 sum atomically.
+    """Make ``fa1_write_columns(rdK, sK, dK, row0, head, thread)``, which writes this consumer's
+    rows of dK.
+
+    The rows are rounded and pass through the shared memory of the consumer's rows of K. If several
+    blocks share dK (query splits), the rows are added to the float32 sum dK atomically instead.
     """
     if spec.splits_queries:
         return _make_add_columns(spec)
@@ -451,7 +516,9 @@ def make_fa1_write_columns(spec):
 
 @part
 def _make_add_columns(spec):
-    """``add_columns(rdK, sK, A, row0, head, thread)``: A += this thread's part of dK."""
+    """Make ``add_columns(rdK, sK, A, row0, head, thread)``, which adds this thread's part of dK to
+    A atomically.
+    """
     add = column_pairs(spec, make_add_two(spec))
 
     def add_columns(rdK, sK, A, row0, head, thread):

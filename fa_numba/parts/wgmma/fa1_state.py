@@ -1,8 +1,9 @@
-"""What FlashAttention-1 passes through global memory on Hopper's tensor cores: O, l and m.
+"""The state that FlashAttention-1 passes through global memory on Hopper: O, l and m of a row tile.
 
-O is in float32 there (``A``), until a row tile's last pass rounds it to O. It comes and goes by
-TMA tiles, by way of a slot in shared memory. A row's l and m are read and written by one thread,
-the same in every pass; and so is, of float32 matrices in planes, each element of O, without ``A``.
+Between the passes, O is in float32 (``A``). The last pass of a row tile rounds it to O. O moves by
+TMA, through slots in shared memory. One thread reads and writes l and m of a row, and it is the
+same thread in every pass. With planes, the output is float32 and O itself holds the state. Each
+element of it then belongs to one thread too.
 """
 
 from fa_numba.device import device_function, float32, uint32
@@ -56,7 +57,12 @@ from fa_numba.tiling.wgmma_fa1 import FLOAT_PANEL
 
 @part
 def make_block_rows(spec):
-    """``block_rows(Q, K, group, split_rows, options)``: a block's head, and its rows of it."""
+    """Make ``block_rows(Q, K, group, split_rows, options)``, which returns the work of this thread
+    block.
+
+    The result is a ``BlockRows`` record: a head and a range of its rows, ``split_rows`` of them
+    with query splits.
+    """
     head_of, own_rows, rows_of = make_head(spec), make_own_rows(spec), make_rows_of(spec)
 
     def block_rows(Q, K, group, split_rows, options):
@@ -69,7 +75,10 @@ def make_block_rows(spec):
 
 @part
 def make_out(spec):
-    """``out(O, A, L, l, m, block_rows)``: the arrays that a block writes, l and m of its head."""
+    """Make ``out(O, A, L, l, m, block_rows)``, which returns the arrays that this block writes.
+
+    The result is a ``BlockOut`` record, with l and m of the block's head.
+    """
     query_rows = make_query_rows(spec)
 
     def out(O, A, L, l, m, block_rows):
@@ -81,8 +90,11 @@ def make_out(spec):
 
 @part
 def make_passes(spec):
-    """``passes(block_rows)``: a block's head; the first column tile that it makes a pass over, and
-    one past the last column; its first row, and one past its last valid one.
+    """Make ``passes(block_rows)``, which returns the range of FA-1's outer loop and the block's
+    rows.
+
+    The result is the block's head, the first column of the first column tile, one past the last
+    column, the block's first row, and one past its last valid row.
     """
     column_passes = make_column_passes(spec)
 
@@ -125,9 +137,12 @@ def make_load_output(spec):
 
 @part
 def make_name_own_next(spec):
-    """``name_own_next(shared, i0, i_end, j0, head, slot, w)``: with a block mask who loads consumer
-    w's rows of Qi writes, to the word of their slot, what ``row_ahead`` says and the state of the
-    tile's block. Gives whether the visit starts Oi.
+    """Make ``name_own_next(shared, i0, i_end, j0, head, slot, w)``, by which the loader of Q leaves
+    a word.
+
+    The result says whether the visit (i0, j0) is the first one of its row tile. With a block mask,
+    the loader of consumer w's rows also waits until the consumer's part of the slot is empty. It
+    then writes to the part's word what ``row_ahead`` returns, and the state of the tile's block.
     """
     named, word, GROUPS = spec.slots_name_next, make_word(spec), spec.consumers
     row_ahead, row_starts, q = make_row_ahead(spec), make_row_starts(spec), spec.pipelines.q
@@ -146,8 +161,10 @@ def make_name_own_next(spec):
 
 @part
 def make_own_ahead(spec):
-    """``own_ahead(i0, i_end, j0, head)``: the row tile after the one at i0, and whether the one at
-    i0 sees a column tile after the one at j0. Where slots name both, nothing that is looked at.
+    """Make ``own_ahead(i0, i_end, j0, head)``, which computes what comes after the visit (i0, j0).
+
+    The result is the next row tile, and whether row tile i0 visits a column tile after j0. With a
+    block mask these facts come from the slot's word (``read_named``), and the result is not used.
     """
     Br, named, sees_more = spec.Br, spec.slots_name_next, make_sees_more(spec)
 
@@ -161,8 +178,13 @@ def make_own_ahead(spec):
 
 @part
 def make_read_named(spec):
-    """``read_named(rBS, shared, slot, w, ahead)``: the visit's word, the row tile after it, and
-    whether its own sees more; by the slot's word, with the block's state in rBS, or by ``ahead``.
+    """Make ``read_named(rBS, shared, slot, w, ahead)``, by which consumer w reads what comes after
+    a visit.
+
+    The result is the word of the visit, the next row tile, and whether the current row tile visits
+    a later column tile. With a block mask these facts come from the word of the slot, and
+    ``rBS[0]`` gets the state of the tile's block if a ``mask_mod`` needs it. Otherwise they come
+    from ``ahead``, the result of ``own_ahead``.
     """
     named, read, GROUPS = spec.slots_name_next, make_read_word(spec), spec.consumers
 
@@ -178,7 +200,11 @@ def make_read_named(spec):
 
 @part
 def make_read_statistics(spec):
-    """``read_statistics(rl, rm, out, visit, tile)``: l and m of a row tile, or their start."""
+    """Make ``read_statistics(rl, rm, out, visit, tile)``, which reads l and m of a row tile.
+
+    If the visit is the first one of the row tile, it reads nothing. It then sets l = 0 and m =
+    -inf, or l = 1 and m = s with a sink s.
+    """
     row_starts, take_sinks = make_row_starts(spec), make_take_sinks(spec)
     read_values, read_maxima = make_read(spec), make_read_maxima(spec)
 
@@ -196,9 +222,11 @@ def make_read_statistics(spec):
 
 @part
 def make_take_output(spec):
-    """``take_output(rO, rf, shared, slot, visit, tile)``: diag(f) O of this consumer's rows of a
-    slot of O, once they are there; zeros where the visit starts O. Nothing of planes, for which
-    ``read_output`` does it.
+    """Make ``take_output(rO, rf, shared, slot, visit, tile)``, which reads diag(f) O from a slot of
+    O.
+
+    It first waits until this consumer's rows of O are in the slot. If the visit is the first one of
+    the row tile, O is set to 0. With planes it does nothing, because ``read_output`` reads O.
     """
     if spec.planes > 1:
         return _no_output
@@ -230,8 +258,11 @@ def _no_output(rO, rf, shared, slot, visit, tile):
 
 @part
 def make_read_output(spec):
-    """``read_output(rO, rf, out, visit, tile)``: of planes diag(f) O, from where this thread has
-    written it in the pass before; it may be called while P V goes to other registers.
+    """Make ``read_output(rO, rf, out, visit, tile)``, which reads diag(f) O from global memory,
+    with planes.
+
+    This thread has written these elements in the pass before. The function may be called while P V
+    is computed in other registers. Without planes it does nothing.
     """
     row_starts, in_place = make_row_starts(spec), spec.planes > 1
     query_rows, read_fragments = make_query_rows(spec), make_read_fragments(spec)
@@ -250,8 +281,10 @@ def make_read_output(spec):
 
 @part
 def _make_first_place(spec):
-    """``first_place(at, thread)``: where a thread's first two columns of its first row of a tile of
-    O lie, in the copy engine's swizzle.
+    """Make ``first_place(at, thread)``, which returns where a thread's part of a tile of O begins.
+
+    The tile begins at element ``at`` of shared memory, and has the swizzle of the copy engine. The
+    result is the index of the first two columns of the thread's first row.
     """
 
     def first_place(at, thread):
@@ -263,7 +296,11 @@ def _make_first_place(spec):
 
 @part
 def _further(spec):
-    """``further(first, down, n)``: the place ``down`` rows, a multiple of 8, and 8 n columns on."""
+    """Make ``further(first, down, n)``, which returns the index ``down`` rows and 8 n columns after
+    ``first``.
+
+    ``down`` must be a multiple of 8.
+    """
     Br = spec.Br
 
     def further(first, down, n):
@@ -274,8 +311,11 @@ def _further(spec):
 
 @part
 def _make_write_sums(spec):
-    """``write_sums(rO, sO, at, A, row0, head, thread)``: a consumer's rows of O to A, by way of its
-    own rows of sO. Its first thread waits until the copy engine has read these.
+    """Make ``write_sums(rO, sO, at, A, row0, head, thread)``, which writes a consumer's rows of O
+    to A.
+
+    The rows pass through the consumer's rows of sO, in a slot that begins at element ``at``. The
+    consumer's first thread waits until the copy engine has read them.
     """
     TM, DN4, Br, STEP = spec.TM, 4 * spec.DN, spec.Br, spec.row_step
     panels, sync_group = spec.float_panels, make_sync_group(spec)
@@ -302,8 +342,12 @@ def _make_write_sums(spec):
 
 @part
 def make_initialise(spec):
-    """``initialise(rO, rl, rm, shared, out, tile)``: O = 0, l = 0, m = -inf to memory where visits
-    do not start them, of this consumer's rows of the tile and of all after it in the block.
+    """Make ``initialise(rO, rl, rm, shared, out, tile)``, which initialises O, l and m in global
+    memory.
+
+    It writes O = 0, l = 0 and m = -inf, or l = 1 and m = s with a sink s. It does this for this
+    consumer's rows of the block, from ``tile.i0`` on, in row tiles that no visit initialises. If
+    the first pass initialises all row tiles, it does nothing.
     """
     Br, start, initialises = spec.Br, make_start(spec), spec.features.initialises
     write_tile, write_sums = make_write_tile(spec, whole_box), _make_write_sums(spec)
@@ -336,7 +380,11 @@ def make_initialise(spec):
 
 @part
 def make_wait_initialised(spec):
-    """``wait_initialised(bars, w)``: until consumer w has initialised O by way of the slots."""
+    """Make ``wait_initialised(bars, w)``, which waits until consumer w has called ``initialise``.
+
+    The loader of consumer w's rows calls it, because ``initialise`` uses the slots of Q and O. If
+    ``initialise`` does nothing or uses no slots, there is no wait.
+    """
     initialises = spec.features.initialises and spec.planes == 1
     written = spec.pipelines.written.full
 
@@ -349,9 +397,12 @@ def make_wait_initialised(spec):
 
 @part
 def make_write_state(spec):
-    """``write_state(rO, rl, rm, shared, slot, out, more, tile)``: O = diag(l)^-1 O, l and m of a
-    row tile to memory: O by way of a slot of O, to A, if ``more`` passes are to come, else rounded
-    by way of one of Q. Releases what this consumer still has of the slots.
+    """Make ``write_state(rO, rl, rm, shared, slot, out, more, tile)``, which writes O, l and m of a
+    row tile.
+
+    It first divides O by l. With ``more``, later passes visit the row tile, and O goes to A through
+    a slot of O. Otherwise O is rounded and goes to the array O through a slot of Q. The function
+    releases the slots that this consumer still holds.
     """
     if spec.planes > 1:
         return _make_write_state_in_place(spec)
@@ -381,7 +432,11 @@ def make_write_state(spec):
 
 @part
 def _make_write_state_in_place(spec):
-    """``write_state`` of planes: to O itself, times the powers of planes until the last pass."""
+    """Make ``write_state(rO, rl, rm, shared, slot, out, more, tile)`` for planes.
+
+    O goes to the array O in float32. Until the last pass of a row tile, it contains the powers of
+    two of scaled planes.
+    """
     own_of, release_q = make_own(spec.pipelines.q), make_release(spec.pipelines.q)
     unscale_output, normalise_rows = make_unscale_output(spec), make_normalise_rows(spec)
     query_rows, write_fragments = make_query_rows(spec), make_write_fragments(spec)
@@ -403,8 +458,10 @@ def _make_write_state_in_place(spec):
 
 @part
 def make_end_pass(spec):
-    """``end_pass(bars, thread)``: waits until what this consumer has written by boxes is in global
-    memory, and says so to the thread that loads its rows of A.
+    """Make ``end_pass(bars, thread)``, by which a consumer ends a pass over a column tile.
+
+    It waits until the consumer's writes to A and O are in global memory. Then it signals the thread
+    that loads the consumer's rows of A. With planes it does nothing.
     """
     written, by_boxes = spec.pipelines.written.full, spec.planes == 1
 

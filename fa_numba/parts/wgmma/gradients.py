@@ -1,5 +1,11 @@
-"""Backward on Hopper's tensor cores: S and dP stand transposed in registers, row tiles come to two
-slots in turn, and their L and D with them.
+"""Parts of the backward pass on Hopper's tensor cores, for FA-2 and partly for FA-1.
+
+S and dP are transposed in registers. Row tiles of Q and dO, with their L and D, are loaded into two
+slots in turn.
+
+``sL`` contains, for each slot, L of a row tile in units of log2, followed by D. ``value_place``
+gives the order of the rows in it. An argument ``at`` next to ``sL`` is the element at which the
+slot begins.
 """
 
 from functools import cache
@@ -61,9 +67,11 @@ VALUE_THREADS = 64  # that load L and D
 
 @part
 def make_backward_shared_memory(spec):
-    """``backward_shared_memory()``: Kj and Vj, slots of Q and dO, dS, dQ, L and D, bits of what
-    dropout drops, the words of the key tile, and the barriers; or ``wide_shared_memory``, where
-    consumers share columns beyond d = 128.
+    """Make ``backward_shared_memory()``, which returns the kernel's shared memory as a
+    ``BackwardShared`` record.
+
+    For head dimensions above 128, in which case the consumers share columns, it is a ``WideShared``
+    record.
     """
     if spec.wide:
         return make_wide_shared_memory(spec)
@@ -85,7 +93,9 @@ def make_backward_shared_memory(spec):
 
 @part
 def make_offsets(spec):
-    """``offsets(stage)``: where a slot's Q and dO, its L and D, and its dS begin in theirs."""
+    """Make ``offsets(stage)``, which returns where the parts of a slot begin, as a ``SlotOffsets``
+    record.
+    """
     (NQ, _, NS), values, NO = spec.tile_halves, 2 * spec.Br, spec.of_values.tile_halves[0]
 
     def offsets(stage):
@@ -100,13 +110,19 @@ def make_offsets(spec):
 
 @cache
 def make_load_columns(spec):
-    """``load_columns(shared, K, V, j0, head)``: Kj and Vj, zeros beyond the sequence."""
+    """Make ``load_columns(shared, K, V, j0, head)``, which starts to load Kj and Vj.
+
+    Rows beyond the sequence become 0.
+    """
     return load_column_tiles(spec, make_read_key_box(spec, spec.key_ends))
 
 
 @part
 def load_column_tiles(spec, find):
-    """``load_columns(shared, K, V, j0, head)``, whose boxes ``find`` finds."""
+    """Make ``load_columns(shared, K, V, j0, head)``, which starts to load Kj and Vj.
+
+    ``find(T, row, head)`` returns the ``Box`` of a row in the tensor map of K or V.
+    """
     Bc, OF_K, OF_V = spec.Bc, spec.panels, spec.of_values.panels
     BOTH, size, barrier = min(OF_K, OF_V), 2 * PANEL * (OF_K + OF_V) * Bc, spec.pipelines.kv.full
 
@@ -130,7 +146,10 @@ def load_column_tiles(spec, find):
 
 @part
 def make_load_q(spec):
-    """``load_q(shared, Q, i0, head, slot)``: Qi to a slot, zeros beyond the sequence."""
+    """Make ``load_q(shared, Q, i0, head, slot)``, which starts to load Qi into a slot.
+
+    Rows beyond the sequence become 0.
+    """
     load, NQ, full = _make_load_rows(spec), spec.tile_halves[0], spec.pipelines.q.full
 
     def load_q(shared, Q, i0, head, slot):
@@ -142,7 +161,10 @@ def make_load_q(spec):
 
 @part
 def make_load_do(spec):
-    """``load_do(shared, dO, i0, head, slot)``: dOi to a slot, zeros beyond the sequence."""
+    """Make ``load_do(shared, dO, i0, head, slot)``, which starts to load dOi into a slot.
+
+    Rows beyond the sequence become 0.
+    """
     load, full = _make_load_rows(spec.of_values), spec.pipelines.do.full
     NO = spec.of_values.tile_halves[0]
 
@@ -155,21 +177,29 @@ def make_load_do(spec):
 
 @part
 def _make_load_rows(spec):
+    """Make ``load(sT, at, T, row0, head, bars, barrier)``, which starts to load a row tile of Q or
+    dO.
+    """
     return make_tile(spec.Br, spec.Br, spec.panels, make_read_query_box(spec))
 
 
 @device_function
 def value_place(r):
-    """Where the L and D of row r lie. Of 16 rows a thread has four, 2 ty, 2 ty + 1 and those 8
-    further down: they lie side by side.
+    """Return the index at which L and D of row r are stored.
+
+    Of 16 rows, a thread holds four: 2 ty, 2 ty + 1, 2 ty + 8 and 2 ty + 9. Their values are stored
+    side by side, so that one load of 16 bytes reads them.
     """
     return uint32(r // 16 * 16 + r % 8 // 2 * 4 + r % 16 // 8 * 2 + r % 2)
 
 
 @part
 def make_load_values(spec):
-    """``load_values(shared, L, D, i0, rows_end, slot)``: two warps load L, in units of log2, and D
-    behind it. Rows past the end have 0 in both; L is 0 too where a row sees no column.
+    """Make ``load_values(shared, L, D, i0, rows_end, slot)``, by which two warps load L and D of a
+    row tile.
+
+    L is stored in units of log2, and D after it. Both are 0 in rows at or past ``rows_end``. L is
+    also 0 in rows that see no column.
     """
     Br, place_of, full = spec.Br, value_place, spec.pipelines.q.full
 
@@ -196,8 +226,11 @@ def make_load_values(spec):
 
 @part
 def make_scale_and_bias(spec):
-    """``scale_and_bias(rS, scale, tile)``: what of ``scale_and_mask`` goes before dP's product:
-    nothing; or the bias, where its loads and dP would need more registers than there are.
+    """Make ``scale_and_bias(rS, scale, tile)``, which adds the bias early if registers are scarce.
+
+    With ``spec.bias_first``, it multiplies S by ``scale`` and adds the bias before the product dP
+    begins. The loads of the bias and dP together would need more registers than there are.
+    Otherwise it does nothing, and ``scale_and_mask`` does both.
     """
     part, bias_first = spec.part, spec.bias_first
     add_bias = make_add_bias(part, LOG2E, False)
@@ -214,9 +247,13 @@ def make_scale_and_bias(spec):
 
 @part
 def make_p_of_columns(spec):
-    """``p_of_columns(rS, rP, scale, sL, at, tile)``: ST to PT = exp(ST - L). Where slopes of scores
-    are not 1 ``ds_of_columns`` does that, and this nothing; but with ``slopes_early`` it makes of
-    ST PT times the slopes, and leaves PT in 16 bits in rP.
+    """Make ``p_of_columns(rS, rP, scale, sL, at, tile)``, which turns the scores in rS into PT.
+
+    | case | what it does |
+    |---|---|
+    | normally | rS becomes PT = exp(ST - L) |
+    | a cap, or ``features.scores_stay`` | nothing; ``ds_of_columns`` computes PT |
+    | ``spec.slopes_early`` | rS becomes PT times the scores' derivatives; rP gets PT in 16 bits |
     """
     if spec.slopes_early:
         return _make_p_and_slopes(spec)
@@ -232,6 +269,7 @@ def make_p_of_columns(spec):
 
 @part
 def _make_p_and_slopes(spec):
+    """Make ``p_of_columns`` for ``spec.slopes_early``."""
     slopes_of_pair, round_pair = _make_slopes_of_pair(spec), pack_p(spec)
     times_slope = make_times_slope(spec.features)
 
@@ -251,8 +289,11 @@ def _make_p_and_slopes(spec):
 
 @part
 def _make_slopes_of_pair(spec):
-    """``slopes_of_pair(rS, e, given, place, head)``: P of the elements e and e + 1, then slopes.
-    ``given`` are sL and where this thread's L begin in it.
+    """Make ``slopes_of_pair(rS, e, given, place, head)``, which returns P and the slope of two
+    elements.
+
+    The elements are in the registers e and e + 1. The result contains both P, then both slopes.
+    ``given`` begins with sL and the index in it at which this thread's first L is stored.
     """
     TM, p_and_slope = spec.TM, make_p_and_slope(spec)
 
@@ -269,7 +310,10 @@ def _make_slopes_of_pair(spec):
 
 @part
 def make_round_early(spec):
-    """``round_early(rP, rS)``: P in 16 bits, where ``p_of_columns`` has not left it so."""
+    """Make ``round_early(rP, rS)``, which rounds P in rS to 16 bits in rP.
+
+    If ``p_of_columns`` has already done this (``spec.slopes_early``), it does nothing.
+    """
     early, round_p = spec.slopes_early, make_round_p(spec.transposed)
 
     def round_early(rP, rS):
@@ -281,7 +325,12 @@ def make_round_early(spec):
 
 @part
 def make_probabilities(spec):
-    """``probabilities(rS, scale, sL, at, thread)``: ST, capped or not, to PT = exp(ST - L)."""
+    """Make ``probabilities(rS, scale, sL, at, thread)``, which turns the scores in rS into PT =
+    exp(ST - L).
+
+    ``scale`` multiplies the scores only if ``scale_and_mask`` has not done this
+    (``spec.folds_scale``).
+    """
     TM, TN, folds = spec.TM, spec.TN, spec.folds_scale
 
     def probabilities(rS, scale, sL, at, thread):
@@ -299,11 +348,13 @@ def make_probabilities(spec):
 
 @part
 def make_ds_of_columns(spec):
-    """``ds_of_columns(rdS, rP, rdP, rS, sL, at, tile)``: dST = PT o (dPT - D) in 16 bits, of PT in
-    rS; and PT in 16 bits to rP, unless it was rounded early. D lies behind L.
+    """Make ``ds_of_columns(rdS, rP, rdP, rS, sL, at, tile)``, which computes dST = PT o (dPT - D).
 
-    With a cap, or a function whose slope is not 1, rS still has ST: slopes and PT are made of it
-    here. By few rows at a time: what was rounded leaves its registers to others.
+    rdP holds dPT, and rS holds PT. dST goes to rdS in 16 bits. PT goes to rP in 16 bits, unless it
+    was rounded before (``spec.rounds_early``). With a cap, or if the scores stay in registers
+    (``features.scores_stay``), rS holds scores, and the function also computes PT and the
+    derivatives. Few rows are handled at a time, so that the registers of rounded values become
+    free.
     """
     if spec.rounds_before_ds or spec.slopes_early:
         return _make_ds_of_dp(spec)
@@ -348,8 +399,10 @@ def make_ds_of_columns(spec):
 
 @part
 def _make_ds_of_dp(spec):
-    """``ds_of_columns`` of PT in 16 bits, in rP: the registers of ST are free; or of PT times its
-    slopes, in rS.
+    """Make ``ds_of_columns`` for a P that was rounded before.
+
+    With ``spec.rounds_before_ds``, it takes PT in 16 bits from rP, and the registers of S are free.
+    Otherwise rS holds PT times the derivatives of the scores.
     """
     TM, TN, Br, rounded = spec.TM, spec.TN, spec.Br, spec.rounds_before_ds
     times_slope = make_times_slope(spec.features)
@@ -374,6 +427,10 @@ def _make_ds_of_dp(spec):
 
 @part
 def _make_ds_of_pairs(spec):
+    """Make ``ds_of_columns`` for scores that stay in registers until dS, if ``spec.slopes_alone``.
+
+    P and the derivative of ``score_mod`` are then computed for pairs of neighbouring rows.
+    """
     TM, COUNT, Br, late = spec.TM, spec.TM * spec.TN, spec.Br, not spec.rounds_early
     pack, _ = CONVERSIONS[DTYPES[spec.dtype].matrix]
     slopes_of_pair, round_pair = _make_slopes_of_pair(spec), pack_p(spec)
@@ -401,6 +458,9 @@ def _make_ds_of_pairs(spec):
 
 @part
 def _make_ds_of_modified(spec):
+    """Make ``ds_of_columns`` for scores that stay in registers until dS
+    (``features.scores_stay``).
+    """
     TM, COUNT, Br, late = spec.TM, spec.TM * spec.TN, spec.Br, not spec.rounds_early
     pack, _ = CONVERSIONS[DTYPES[spec.dtype].matrix]
     round_pair, dropout, WORDS = pack_p(spec), spec.features.dropout, max(1, spec.drawn_words)
@@ -439,8 +499,9 @@ def _make_ds_of_modified(spec):
 
 @part
 def make_ds_of_kept(spec):
-    """``ds_of_kept(p, dp, d, options)``: of dS = P o (dP - D) an element, with P as ``drop`` has
-    marked it.
+    """Make ``ds_of_kept(p, dp, d, options)``, which returns one element of dS = P o (dP - D).
+
+    ``p`` is an element of P as ``drop`` has marked it.
     """
     dropout = spec.features.dropout
 
@@ -457,8 +518,9 @@ def make_ds_of_kept(spec):
 
 @device_function
 def cap_slope(s, inverse):
-    """The derivative 1 - tanh^2 of the cap where it gave the score s; 0 where s is masked.
-    ``inverse`` is that of the cap.
+    """Return the derivative of the cap, 1 - tanh^2, where ``s`` is the score after the cap.
+
+    The result is 0 if the score is masked. ``inverse`` is 1 divided by the cap.
     """
     t = maximum(s * inverse, float32(-1.0))
     return float32(1.0) - t * t
@@ -466,8 +528,11 @@ def cap_slope(s, inverse):
 
 @part
 def make_store_ds(spec):
-    """``store_ds(sdS, at, rdS, thread)``: dST in 16 bits, for all consumers; a row for a column of
-    S, in panels of 64 rows of S, as the copy engine would swizzle it.
+    """Make ``store_ds(sdS, at, rdS, thread)``, which stores dST in 16 bits in shared memory, for
+    all consumers.
+
+    The slot begins at element ``at`` of sdS. A row of sdS is a column of S, and a panel contains 64
+    rows of S. The layout has the swizzle of the copy engine.
     """
     if spec.stores_tiles:
         return _make_store_tiles(spec)
@@ -490,8 +555,10 @@ def make_store_ds(spec):
 
 @part
 def _make_store_tiles(spec):
-    """``store_tiles(sdS, at, rdS, thread)``: ``store_ds`` by tiles of 8 columns and 8 rows of S,
-    four of which go in one instruction.
+    """Make ``store_tiles(sdS, at, rdS, thread)``, which does what ``store_ds`` does, with
+    ``stmatrix``.
+
+    One instruction stores four tiles of 8 columns and 8 rows of S.
     """
     TN, TILES, Bc = spec.TN, spec.TM // 2, spec.Bc
 
@@ -517,9 +584,11 @@ def _make_store_tiles(spec):
 
 @part
 def make_begin_dq(spec):
-    """``begin_dq(rdQ, sdS, at, sK, w)``: this consumer's part of dQ = dS K: of a tile of 128 rows
-    its 64, else its panel of columns, or half a panel. FlashAttention-1 adds it to rdQ. The sum is
-    over all columns of S, along which a row of neither operand runs.
+    """Make ``begin_dq(rdQ, sdS, at, sK, w)``, which begins this consumer's part of dQ = dS K.
+
+    If the row tile has 128 rows, the part is 64 rows. Otherwise it is a panel of columns, or half a
+    panel. The sum is over all columns of S. FlashAttention-1 adds the product to rdQ. In sdS and in
+    sK, a row is one term of the sum.
     """
     Bc, STEPS, by_rows = spec.Bc, spec.Bc // STEP, spec.Br > GROUP_ROWS
     ADDS, COLUMNS = int(spec.algorithm == "fa1"), spec.query_columns
@@ -537,13 +606,18 @@ def make_begin_dq(spec):
 
 @cache
 def make_wait_dq(spec):
-    """``wait_dq(rdQ)``: dQ is there, and all but the last product have ended."""
+    """Make ``wait_dq(rdQ)``, which waits until dQ is in rdQ. One product that was begun after it
+    may still be running.
+    """
     return wait_for(spec.query_registers, 1)
 
 
 @part
 def make_wait_columns(spec):
-    """``wait_columns(rdK, rdV, more)``: both are there; with ``more`` dQ may be on its way."""
+    """Make ``wait_columns(rdK, rdV, more)``, which waits until dK and dV are in registers.
+
+    With ``more``, one product that was begun after them may still be running: dQ.
+    """
     *_, RK, RV = spec.tile_registers
     wait_dk, wait_dv = wait_with(RK, 1), wait_with(RV, 1)
 
@@ -556,9 +630,11 @@ def make_wait_columns(spec):
 
 @part
 def make_add_dq(spec):
-    """``add_dq(rdQ, sdQ, A, row0, head, thread)``: A += this consumer's part of dQ, by the copy
-    engine, which takes it from this consumer's part of sdQ: boxes of 32 columns. Nothing beyond the
-    rows of the sequence.
+    """Make ``add_dq(rdQ, sdQ, A, row0, head, thread)``, which adds this consumer's part of dQ to A
+    atomically.
+
+    The part passes through the consumer's part of sdQ, and the copy engine adds it in boxes of 32
+    columns. Rows beyond the sequence are not added.
     """
     by_rows, sync_group = spec.Br > GROUP_ROWS, make_sync_group(spec)
     find, BOX, COLUMNS = make_read_query_box(spec), GROUP_ROWS * FLOATS, spec.query_columns
@@ -602,7 +678,10 @@ def make_add_dq(spec):
 
 @part
 def make_end_copies(spec):
-    """``end_copies()``: the copies of each warp have been read, before the warp's threads end."""
+    """Make ``end_copies()``, by which each warp waits until the copy engine has read its data.
+
+    The data are in shared memory. The warp's threads must not end before.
+    """
 
     def end_copies():
         if uint32(cuda.threadIdx.x) % uint32(32) == uint32(0):
@@ -613,9 +692,12 @@ def make_end_copies(spec):
 
 @part
 def make_copy_dq(spec):
-    """``copy_dq(rdQ, sdQ, A, row0, head, thread)``: A += each warp's part of dQ, 16 rows and 64
-    columns, by one contiguous copy: A lies in fragments (``kernels.mma.rows``). The part of a group
-    of 16 rows that ends beyond the sequence is added from registers.
+    """Make ``copy_dq(rdQ, sdQ, A, row0, head, thread)``, which adds each warp's part of dQ to A
+    atomically.
+
+    The sum A is stored in fragments (``kernels.mma.rows``). A warp's part has 16 rows and 64
+    columns. The copy engine adds it by one contiguous copy. If the group of 16 rows ends beyond the
+    sequence, the part is added from registers instead.
     """
     query_rows, TILES, HALF = make_query_rows(spec), spec.head_dim // 8, PANEL // 4
     OF_PANEL, by_rows, WHOLE = PANEL // 8, spec.Br > GROUP_ROWS, spec.head_dim % PANEL == 0
@@ -662,21 +744,24 @@ def make_copy_dq(spec):
 
 @cache
 def make_scale_dv(spec):
-    """``scale_dv(rdV, factor)``: factor dV."""
+    """Make ``scale_dv(rdV, factor)``, which multiplies dV in registers by ``factor``."""
     return make_scale_columns(spec.of_values)
 
 
 @cache
 def make_write_dv(spec):
-    """``write_dv(rdV, sV, dV, row0, head, thread)``: as ``write_columns``, of dV."""
+    """Make ``write_dv(rdV, sV, dV, row0, head, thread)``, which is ``write_columns`` for dV."""
     return make_write_columns(spec.of_values)
 
 
 @part
 def make_write_columns(spec):
-    """``write_columns(rdK, sK, dK, row0, head, thread)``: this consumer's rows of dK, by way
-    of where its rows of K were, nothing beyond a packed sequence; or, where blocks share a head,
-    this block's float32 part of them, from registers.
+    """Make ``write_columns(rdK, sK, dK, row0, head, thread)``, which writes this consumer's rows of
+    dK.
+
+    The rows are rounded and pass through the shared memory of the consumer's rows of K. Rows beyond
+    a packed sequence are not written. If several blocks share a column tile, the function writes
+    the block's part of dK in float32 from registers instead.
     """
     if spec.splits_group:
         return _make_write_part(spec)
@@ -691,8 +776,10 @@ def make_write_columns(spec):
 
 @part
 def _make_write_part(spec):
-    """``write_part(rdK, sK, A, row0, head, thread)``: A = this thread's part of dK, from registers;
-    rows of their own for each share, which is the head's hk.
+    """Make ``write_part(rdK, sK, A, row0, head, thread)``, which writes this thread's part of dK to
+    A in float32.
+
+    A has rows of its own for each share. The number of the share is ``head.hk``.
     """
     write, key_rows = column_pairs(spec, make_write_floats(spec)), make_key_rows(spec)
 
@@ -706,8 +793,10 @@ def _make_write_part(spec):
 
 @part
 def column_pairs(spec, put):
-    """``pairs(rdK, A, row0, thread)``: ``put(A, row, col, inside, low, high)`` for each two
-    neighbours of this thread's part of dK.
+    """Make ``pairs(rdK, A, row0, thread)``, which calls ``put`` for each pair of neighbours of a
+    thread's dK.
+
+    The call is ``put(A, row, col, inside, low, high)``. The tile begins at row ``row0`` of A.
     """
     TN, DN4, STEP_ = spec.TN, 4 * spec.DN, spec.column_step
 

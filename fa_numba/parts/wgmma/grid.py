@@ -1,4 +1,6 @@
-"""Where a thread is in its block, on Hopper's tensor cores."""
+"""The position of a thread in its block on Hopper's tensor cores, and the parts of
+``parts.grid``.
+"""
 
 from fa_numba.device import cuda, int32, uint32
 from fa_numba.parts.grid import make_query_rows as make_query_rows
@@ -11,7 +13,11 @@ from fa_numba.tiling.wgmma import GROUP
 
 @part
 def make_thread(spec):
-    """``thread()``: a consumer's warpgroup, and where in its 64 rows this thread's part begins."""
+    """Make ``thread()``, which returns the position of a consumer thread as a ``GroupThread``.
+
+    ``w`` is the consumer warpgroup. ``ty`` is the thread's first row among the warpgroup's 64 rows,
+    and ``tx`` is the number of the thread among the 4 threads of a row.
+    """
 
     def thread():
         own = uint32(uint32(cuda.threadIdx.x) - GROUP)
@@ -26,10 +32,13 @@ def make_thread(spec):
 
 @part
 def make_transposed_thread(spec):
-    """``transposed_thread()``: ``thread`` of ST: where in 64 columns of S, and in their rows.
+    """Make ``transposed_thread()``, which returns the position of a consumer thread in the
+    transposed S.
 
-    The warpgroup is by a shuffle: the assembler sees that it is one for a warp, and computes
-    operands' places once, in uniform registers. Not so where consumers share columns: it was timed.
+    ``tx`` is the thread's first column among the 64 columns of S, and ``ty`` decides its rows. The
+    number of the warpgroup passes through a shuffle. The assembler then knows that it is equal in
+    all lanes of a warp, and computes the addresses of operands once, in uniform registers. If both
+    consumers share their columns, there is no shuffle. This choice follows from timings.
     """
     thread, SHUFFLED = make_thread(spec), not spec.wide
 

@@ -1,10 +1,19 @@
-"""Key tiles: which column tile, and which rows of queries, a block of the backward pass takes.
+"""Key tiles: which column tile, and which rows of queries, a block computes in FA-2's backward
+pass.
 
-Where batch entries have lengths of their own, or blocks split rows, the first thread finds these
-and writes them to words in shared memory: no other thread looks for them, and no register keeps
-what can be read again. The words: where the column tile begins, of which entry it is, Nq and Nk,
-and where these rows end in the arrays; where rows are split, the block's query head, its first row
-and one past its last.
+A key tile is a column tile and the range of row tiles that visit it. If batch entries have lengths
+of their own, or several blocks share the rows, thread 0 of the block computes the key tile. It
+writes the results to words in shared memory. No other thread then repeats the computation, and no
+thread needs registers for what it can read again.
+
+| word | contents |
+|---:|---|
+| 0 | the first column of the column tile |
+| 1 | the batch entry |
+| 2, 3 | Nq, Nk |
+| 4, 5 | one past the last row of the sequence in arrays of queries, and of keys |
+| 6 | if blocks share rows: the block's query head |
+| 7, 8 | if blocks share rows: the block's first row, and one past its last row |
 """
 
 from functools import cache
@@ -20,7 +29,10 @@ from fa_numba.parts.wgmma.scheduler import sequence_tile_of
 
 @part
 def _make_range_in_chunk(spec):
-    """``visits.row_range``; no rows for a tile beyond K, of which the last chunk may have some."""
+    """Make ``row_range`` of ``visits.make_row_range``, with no rows for a column tile beyond K.
+
+    The last chunk of column tiles (``spec.chunk_tiles``) can contain such tiles.
+    """
     row_range = make_row_range(spec)
     if not spec.chunk_tiles:
         return row_range
@@ -36,15 +48,21 @@ def _make_range_in_chunk(spec):
 
 @part
 def _make_column_tile(spec):
-    """``column_tile()``: a backward block's first column, K/V head and batch entry. The grid is
-    (Tc, Hk, B), or in chunks of C tiles (C Hk, B, ceil(Tc / C)). Where S blocks share the query
-    heads of a K/V head, or their rows, it has Hk S in the place of Hk, and the head is a share:
-    see ``shared_key_head``.
+    """Make ``column_tile()``, which returns a block's first column, its K/V head and its batch
+    entry.
 
-    Under a causal mask the first columns are seen by most rows. In chunks those of all heads go
-    before the next ones, so that the last blocks to start are short; the tiles of a chunk read Q
-    and dO together. C is a power of two: bits of the block's number say all three, at no cost where
-    they are asked for again.
+    | case | grid |
+    |---|---|
+    | normally | (Tc, Hk, B) |
+    | in chunks of C column tiles (``spec.chunk_tiles``) | (C Hk, B, ceil(Tc / C)) |
+
+    If S blocks share a column tile (``group_splits``), Hk S replaces Hk, and the second result is
+    the number of the share. ``shared_key_head`` then returns the K/V head.
+
+    With a causal mask, the first column tiles are visited by the most rows. In chunks, the first C
+    column tiles of all heads come before the next C column tiles, so that the last blocks are
+    short. The column tiles of a chunk read the same Q and dO at about the same time. C is a power
+    of two, so that the numbers are bits of the block's number, and cost little to compute again.
     """
     Bc, C = spec.Bc, spec.chunk_tiles
 
@@ -59,8 +77,11 @@ def _make_column_tile(spec):
 
 @part
 def make_shared_key_head(spec):
-    """``shared_key_head(head, Q, K)``: the head with hk its K/V head, where hk has been the block's
-    share. Shares of a K/V head are neighbours; where there are none hk is the K/V head already.
+    """Make ``shared_key_head(head, Q, K)``, which returns the head with its K/V head in the field
+    ``hk``.
+
+    If several blocks share a column tile, ``head.hk`` is the number of a share. The shares of a K/V
+    head have consecutive numbers.
     """
     splits = spec.splits_group
 
@@ -75,8 +96,12 @@ def make_shared_key_head(spec):
 
 @part
 def make_write_key_tile(spec):
-    """``write_key_tile(words, Q, K, group, options)``: the first thread writes the words. A grid of
-    packed sequences has the tiles of all, some empty (``scheduler.sequence_tile_of``).
+    """Make ``write_key_tile(words, Q, K, group, options)``, by which thread 0 writes the words of
+    the key tile.
+
+    ``group`` is that of ``make_key_tile``. For packed sequences, the grid contains the column tiles
+    of all sequences, and some are empty (``scheduler.sequence_tile_of``). If the kernel needs no
+    words, it does nothing.
     """
     features, column_tile, lengths = spec.features, _make_column_tile(spec), make_lengths(spec)
     query_end, key_end = make_query_end(spec), make_key_end(spec)
@@ -103,8 +128,12 @@ def make_write_key_tile(spec):
 
 @part
 def _make_own_rows(spec):
-    """``own_rows(i_first, i_end, share, shares)``: of the rows, split into so many shares, this
-    one's: as many row tiles as the others have, or one more in the first ones.
+    """Make ``own_rows(i_first, i_end, share, shares)``, which returns the rows of one of several
+    shares.
+
+    The rows from ``i_first`` to ``i_end`` are divided into complete row tiles. Each share gets an
+    equal number of row tiles, and the first shares can get one more. The number of the share is
+    ``share`` modulo ``shares``.
     """
     Br = spec.Br
 
@@ -125,8 +154,16 @@ def _make_own_rows(spec):
 
 @part
 def make_key_tile(spec):
-    """``key_tile(words, Q, K, group, options)``: this block's column tile, its first query head,
-    one past its last, and its rows.
+    """Make ``key_tile(words, Q, K, group, options)``, which returns this block's ``KeyTile``.
+
+    ``words`` are the words that ``write_key_tile`` has written. The meaning of ``group`` depends on
+    the blocks that share a column tile (``group_splits``):
+
+    | case | ``group`` |
+    |---|---|
+    | one block for each column tile | query heads for each K/V head |
+    | blocks share the query heads | query heads for each block |
+    | blocks share the rows of each query head | blocks for each query head |
     """
     column_tile, heads_of = _make_column_tile(spec), _make_query_heads(spec)
     lengths, row_range = _make_read_lengths(spec), _make_read_row_range(spec)
@@ -148,7 +185,11 @@ def make_key_tile(spec):
 
 @part
 def _make_query_heads(spec):
-    """``query_heads(words, share, group)``: this block's first query head, and how many it has."""
+    """Make ``query_heads(words, share, group)``, which returns the first query head of a block, and
+    their number.
+
+    ``share`` is the number of the K/V head, or of the share.
+    """
     grouped, splits = spec.grouped, spec.splits_rows
 
     def query_heads(words, share, group):
@@ -163,7 +204,10 @@ def _make_query_heads(spec):
 
 @part
 def _make_read_lengths(spec):
-    """``read_lengths(words, Q, K)``: Nq and Nk, read again."""
+    """Make ``read_lengths(words, Q, K)``, which returns Nq and Nk.
+
+    They come from the words if batch entries have lengths of their own, otherwise from the shapes.
+    """
     varies = spec.features.lengths
 
     def read_lengths(words, Q, K):
@@ -176,7 +220,10 @@ def _make_read_lengths(spec):
 
 @part
 def make_read_head(spec):
-    """``read_head(head, h, Q, K)``: query head h of the same K/V head, its lengths read again."""
+    """Make ``read_head(head, h, Q, K)``, which returns query head h of the K/V head of ``head``.
+
+    It reads the lengths again, so that they need no registers in between.
+    """
     lengths = _make_read_lengths(spec)
 
     def read_head(head, h, Q, K):
@@ -188,7 +235,10 @@ def make_read_head(spec):
 
 @part
 def make_read_h(spec):
-    """``read_h(words, h)``: the query head h; read again where this block has one."""
+    """Make ``read_h(words, h)``, which returns the query head h.
+
+    If blocks share rows, a block has one query head, and its number is read from the words.
+    """
     splits = spec.splits_rows
 
     def read_h(words, h):
@@ -201,7 +251,9 @@ def make_read_h(spec):
 
 @part
 def _make_read_row_range(spec):
-    """``read_row_range(words, col0, head)``: the rows of this block that see a column tile."""
+    """Make ``read_row_range(words, col0, head)``, which returns the block's rows that visit a
+    column tile.
+    """
     of_tile, splits = _make_range_in_chunk(spec), spec.splits_rows
 
     def read_row_range(words, col0, head):
@@ -214,8 +266,10 @@ def _make_read_row_range(spec):
 
 @part
 def make_takes_more(spec):
-    """``takes_more(words, h, h_end, i0)``: whether this block visits row tile i0 of head h, which
-    came behind another one.
+    """Make ``takes_more(words, h, h_end, i0)``, which says whether this block visits row tile i0 of
+    head h.
+
+    (h, i0) must be the result of ``visits.next_visit``.
     """
     splits = spec.splits_rows
 
@@ -229,27 +283,38 @@ def make_takes_more(spec):
 
 @device_function
 def _read_query_end(head):
+    """Return one past the last row of the sequence in arrays of queries, from the key tile's
+    words.
+    """
     return head.words[4]
 
 
 @device_function
 def _read_key_end(head):
+    """Return one past the last row of the sequence in arrays of keys, from the key tile's words."""
     return head.words[5]
 
 
 @cache
 def make_read_query_box(spec):
-    """``read_query_box(T, row, head)``: ``load.query_box``, the sequence's end read again."""
+    """Make ``read_query_box(T, row, head)``, which is ``load.query_box``.
+
+    It reads the end of the sequence from the words of the key tile.
+    """
     return make_query_box(spec, end=_read_query_end)
 
 
 @cache
 def make_read_key_box(spec, ends):
-    """``read_key_box(T, row, head)``: ``load.key_box``, the sequence's end read again."""
+    """Make ``read_key_box(T, row, head)``, which is ``load.key_box``.
+
+    It reads the end of the sequence from the words of the key tile. ``ends`` says whether sequences
+    end within T.
+    """
     return make_key_box(spec, ends, _read_key_end)
 
 
 @device_function
 def at_head(head, h):
-    """The head h of the same K/V head."""
+    """Return query head h of the K/V head of ``head``."""
     return KeyTileHead(head.b, h, head.hk, head.Nq, head.Nk, head.options, head.words)

@@ -1,5 +1,7 @@
-"""Lists of a block mask on Hopper's tensor cores: who loads a tile reads them, and leaves a word in
-the tile's slot for who multiplies, where registers and instructions are scarce.
+"""Words about a block mask that the loader of a tile leaves for the consumers (Hopper).
+
+Reading the lists of a block mask takes registers and instructions, which consumers lack. The thread
+that loads a tile therefore reads the lists, and stores one word in the tile's slot.
 """
 
 from fa_numba.device import cuda, float32, uint32
@@ -11,8 +13,11 @@ STATE_AT = 30  # the bits of a word from there on are a state, those below what 
 
 @part
 def make_word(spec):
-    """``word(following, tile)``: ``following``, what comes after a tile, and with ``reads_state``
-    the state of its block, for a mask_mod. Made before the slot is empty: nobody waits for it.
+    """Make ``word(following, tile)``, which returns the word for a tile's slot.
+
+    ``following`` says what comes after the tile. With ``spec.reads_state``, the bits from STATE_AT
+    on contain the state of the tile's block, for a ``mask_mod``. The loader computes the word
+    before it waits for the slot, so that nobody waits for the lists.
     """
     reads_state, block_state = spec.reads_state, make_block_state(spec)
 

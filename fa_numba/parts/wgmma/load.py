@@ -1,7 +1,9 @@
-"""Tiles from global to shared memory by TMA: boxes of rows of 128 bytes, zeros beyond the array.
+"""Copies of tiles from global to shared memory by TMA, Hopper's copy engine.
 
-Where sequences end within an array, or heads share a tile, the array's map has other axes
-(``TiledArray``). Of K and V in pages a box has rows of one page. Places, ``at``, are in elements.
+A TMA box has rows of 128 bytes. Parts of a box that are beyond the array become 0. If sequences end
+within an array, or heads share a tile, the array has a special tensor map (``TiledArray``). If K
+and V are stored in pages, all rows of a box are in one page. Indices named ``at`` or ``place``
+count elements of shared memory.
 """
 
 from fa_numba.device import WRAPS, cuda, device_function, uint32
@@ -21,8 +23,11 @@ COLUMN_PRODUCERS = {1: (32, 32), 2: (32, 64)}
 
 @part
 def make_shared_memory(spec):
-    """``shared_memory()``: slots of Q, of K, of V and, where FlashAttention-1 has it, of O in
-    float32, and the barriers behind them; beside O the words of ``SharedWithO`` too.
+    """Make ``shared_memory()``, which returns a forward kernel's shared memory as a ``Shared``
+    record.
+
+    It contains the slots of Q, K and V, and the barriers. FlashAttention-1 gets a ``SharedWithO``
+    record, unless it works with planes.
     """
     NQ, NK, NV = spec.tile_halves
     NQS, NKS, NVS = spec.q_stages * NQ, spec.stages * NK, spec.stages * NV
@@ -44,8 +49,11 @@ def make_shared_memory(spec):
 
 @part
 def make_q(spec):
-    """``q(shared, Q, i0, head, slot, w)``: Qi to a slot that is empty; or consumer w's rows of it,
-    to its part of the slot, once that is empty. With ``query_ends`` zeros beyond the sequence.
+    """Make ``q(shared, Q, i0, head, slot, w)``, which starts to load Qi into an empty slot.
+
+    In FlashAttention-1 (``spec.loads_own_rows``) it loads only the rows of consumer w, into the
+    consumer's part of the slot, and first waits until this part is empty. With ``spec.query_ends``,
+    rows beyond the sequence become 0.
     """
     (NQ, _, _), facts, ROWS = spec.tile_halves, spec.pipelines.q, GROUP_ROWS
     load = make_tile_of_queries(spec, GROUP_ROWS)
@@ -66,20 +74,31 @@ def make_q(spec):
 
 @part
 def make_k(spec):
-    """``k(sK, K, j0, head, pages, bars, slot)``: Kj to a slot that is empty, zeros beyond the
-    sequence. ``pages`` is what ``look_up`` has found.
+    """Make ``k(sK, K, j0, head, pages, bars, slot)``, which starts to load Kj into an empty slot.
+
+    Rows beyond the sequence become 0. ``pages`` are the pages that ``look_up`` has found.
     """
     return _make_columns(spec, spec.pipelines.k.full, spec.panels)
 
 
 @part
 def make_v(spec):
-    """``v(sV, V, j0, head, pages, bars, slot)``: Vj, as ``k``; zeros, as P's 0 times NaN is NaN."""
+    """Make ``v(sV, V, j0, head, pages, bars, slot)``, which starts to load Vj into an empty slot.
+
+    Rows beyond the sequence become 0. They must not contain NaN, because the product with P = 0
+    would be NaN. ``pages`` are the pages that ``look_up`` has found.
+    """
     return _make_columns(spec, spec.pipelines.v.full, spec.panels_v)
 
 
 @part
 def _make_columns(spec, full, panels):
+    """Make ``columns(sT, T, j0, head, pages, bars, slot)``, which starts to load a column tile into
+    a slot.
+
+    ``full`` is the number of the barrier of slot 0. ``panels`` is the number of boxes of 64 columns
+    in a row.
+    """
     NK, paged = PANEL * panels * spec.Bc, spec.features.page_size > 0
     load = _make_pages(spec, panels) if paged else make_tile_of_keys(spec, panels)
 
@@ -95,8 +114,10 @@ def _make_columns(spec, full, panels):
 
 @part
 def make_columns(spec):
-    """``columns(shared, K, V, j0, head, slot)``: Kj and Vj, or the one that this thread loads, each
-    to its slot once that is empty.
+    """Make ``columns(shared, K, V, j0, head, slot)``, which loads Kj and Vj after their slots are
+    empty.
+
+    If different threads load K and V, each thread loads its own tile.
     """
     acquire_k, acquire_v = make_acquire(spec.pipelines.k), make_acquire(spec.pipelines.v)
     k, v, look_up, PAGES = make_k(spec), make_v(spec), make_look_up(spec), pages_of_tile(spec)
@@ -117,21 +138,30 @@ def make_columns(spec):
 
 @part
 def make_tile_of_queries(spec, box):
-    """``load(sT, at, T, row0, head, bars, barrier)``: a row tile, by boxes of ``box`` rows."""
+    """Make ``load(sT, at, T, row0, head, bars, barrier)``, which starts to load a row tile.
+
+    Each box has ``box`` rows.
+    """
     find = make_query_box(spec)
     return make_tile(spec.Br, box, spec.panels, find, spec.tile_heads)
 
 
 @part
 def make_tile_of_keys(spec, panels):
-    """``load(sT, at, T, row0, head, bars, barrier)``: a column tile, of K or V."""
+    """Make ``load(sT, at, T, row0, head, bars, barrier)``, which starts to load a column tile of K
+    or V.
+    """
     return make_tile(spec.Bc, spec.Bc, panels, make_key_box(spec))
 
 
 @part
 def make_tile(rows, box, panels, find, heads=1):
-    """``tile(sT, at, T, row0, head, bars, barrier)``: a tile of ``rows`` rows, by boxes of ``box``
-    that ``find`` finds; a box may have rows of several ``heads``.
+    """Make ``tile(sT, at, T, row0, head, bars, barrier)``, which starts to load a tile of ``rows``
+    rows.
+
+    Each box has ``box`` rows, and there are ``panels`` boxes side by side. ``find(T, row0, head)``
+    returns the ``Box`` of the first row. The barrier completes when all bytes have arrived. With
+    ``heads`` above 1, a box contains rows of several heads.
     """
     size, step, members = 2 * PANEL * panels * rows, box // heads, heads > 1
 
@@ -154,8 +184,12 @@ def make_tile(rows, box, panels, find, heads=1):
 
 @part
 def make_own_tile(Br, panels, width, tile, facts, find):
-    """``load(sT, T, row0, head, bars, slot, w)``: consumer w's 64 rows to its part of a slot of
-    ``tile`` elements, by ``panels`` boxes of ``width`` columns, 128 bytes, that ``find`` finds.
+    """Make ``load(sT, T, row0, head, bars, slot, w)``, which starts to load the 64 rows of consumer
+    w.
+
+    They go to the consumer's part of a slot, which has ``tile`` elements in all. There are
+    ``panels`` boxes of ``width`` columns (128 bytes). ``facts`` is the pipeline, and ``find`` is
+    that of ``make_tile``.
     """
     size, full, groups = 128 * GROUP_ROWS * panels, facts.full, facts.groups
 
@@ -173,9 +207,11 @@ def make_own_tile(Br, panels, width, tile, facts, find):
 
 @part
 def _make_pages(spec, panels):
-    """``load(sT, at, T, row0, head, pages, bars, barrier)``: a column tile, by boxes of rows that
-    are of one page. A page's rows end where the sequence does, or with the page; a box without
-    valid rows is outside of the map.
+    """Make ``load(sT, at, T, row0, head, pages, bars, barrier)``, which starts to load a column
+    tile from pages.
+
+    All rows of a box are in one page. The valid rows of a page end where the sequence or the page
+    ends. A box without valid rows is outside of the tensor map, and becomes 0.
     """
     page_size, Bc = spec.features.page_size, spec.Bc
     size, box = 2 * PANEL * panels * Bc, common_rows(page_size, Bc)
@@ -198,9 +234,11 @@ def _make_pages(spec, panels):
 
 @part
 def make_look_up(spec):
-    """``look_up(pages, j0, head)``: the pages that Kj and Vj have rows of, 0 past the sequence.
+    """Make ``look_up(pages, j0, head)``, which reads from the block table the pages of Kj and Vj.
 
-    Asked for before a slot is empty, so that nobody waits for the table.
+    ``pages`` are registers, one for each page that a tile can overlap. Pages past the end of the
+    sequence are 0. Call it before waiting for an empty slot, so that nobody waits for the block
+    table. Without pages it does nothing.
     """
     page_size, PAGES = spec.features.page_size, pages_of_tile(spec)
     rows = spec.Bc // PAGES
@@ -219,13 +257,16 @@ def make_look_up(spec):
 
 @device_function
 def warp():
-    """This thread's warp."""
+    """Return the number of this thread's warp in the block."""
     return uint32(cuda.threadIdx.x // 32)
 
 
 @part
 def make_produces_rows(spec):
-    """``produces_rows(w)``: whether this thread, of warp w, loads Q, or consumer w's rows of it."""
+    """Make ``produces_rows(w)``, which says whether this thread, in warp w, loads Q.
+
+    In FlashAttention-1, one thread for each consumer loads the consumer's rows of Q.
+    """
     own, GROUPS = spec.loads_own_rows, spec.consumers
 
     def produces_rows(w):
@@ -239,8 +280,10 @@ def make_produces_rows(spec):
 
 @part
 def make_produces_columns(spec):
-    """``produces_columns(w)``: whether this thread, of warp w, loads K and V, or one of them; where
-    three warps are kept for consumers' rows of Q, it is of the fourth.
+    """Make ``produces_columns(w)``, which says whether this thread, in warp w, loads K, V or both.
+
+    In FlashAttention-1 it is a thread of the fourth warp, because the first three can load rows of
+    Q.
     """
     own, (keys, values) = spec.loads_own_rows, COLUMN_PRODUCERS[spec.column_producers]
 
@@ -256,18 +299,23 @@ def make_produces_columns(spec):
 
 @part
 def make_produces_k(spec):
-    """``produces_k()``: whether this thread loads K."""
+    """Make ``produces_k()``, which says whether a thread that loads K or V loads K."""
     return _make_produces(*COLUMN_PRODUCERS[spec.column_producers])
 
 
 @part
 def make_produces_v(spec):
-    """``produces_v()``: whether this thread loads V."""
+    """Make ``produces_v()``, which says whether a thread that loads K or V loads V."""
     return _make_produces(*reversed(COLUMN_PRODUCERS[spec.column_producers]))
 
 
 @part
 def _make_produces(own, other):
+    """Make ``produces()``, which says whether this thread is thread ``own``.
+
+    If one thread loads both K and V, ``own`` and ``other`` are equal, and the result is true.
+    """
+
     def produces():
         if own == other:
             return True
@@ -278,8 +326,11 @@ def _make_produces(own, other):
 
 @part
 def make_query_box(spec, ends=None, end=None):
-    """``query_box(T, row, head)``: where a row of a head's queries is on T's map; ``ends``: whether
-    sequences end within T; ``end(head)``: where this one does.
+    """Make ``query_box(T, row, head)``, which returns the ``Box`` of a row of a head's queries in
+    T's tensor map.
+
+    ``ends`` says whether sequences end within T. ``end(head)`` returns one past the last row of
+    this sequence. The defaults come from ``spec``.
     """
     ends = spec.query_ends if ends is None else ends
     end = end or make_query_end(spec)
@@ -295,8 +346,10 @@ def make_query_box(spec, ends=None, end=None):
 
 @part
 def make_key_box(spec, ends=None, end=None):
-    """``key_box(T, row, head)``: where a row of a head's keys is on T's map; ``ends`` and ``end``
-    as for ``query_box``.
+    """Make ``key_box(T, row, head)``, which returns the ``Box`` of a row of a head's keys in T's
+    tensor map.
+
+    ``ends`` and ``end`` are those of ``make_query_box``.
     """
     ends = spec.key_ends if ends is None else ends
     end = end or make_key_end(spec)
@@ -312,12 +365,16 @@ def make_key_box(spec, ends=None, end=None):
 
 @device_function
 def whole_box(T, row, head):
-    """Where a row of a head is on the map of an array in which no sequence ends."""
+    """Return the ``Box`` of a row of a head, for an array in which no sequence ends."""
     return Box(head.b, head.h, row)
 
 
 @device_function
 def end_of(T, b, h, end):
-    """The place on the axis of ends of T's map (``TiledArray``)."""
+    """Return the coordinate for the axis of T's tensor map that says where a sequence ends
+    (``TiledArray``).
+
+    ``b`` and ``h`` are the batch entry and head, and ``end`` is one past the sequence's last row.
+    """
     of_batch, of_head, of_row = T.steps
     return uint32(b * uint32(of_batch) + h * uint32(of_head) + end * uint32(of_row))

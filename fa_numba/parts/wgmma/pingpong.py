@@ -1,4 +1,6 @@
-"""Consumer warpgroups in ping-pong: one begins its products while the others compute a softmax."""
+"""Ping-pong: one consumer warpgroup begins its products while the other warpgroups compute a
+softmax.
+"""
 
 from enum import IntEnum
 
@@ -15,7 +17,11 @@ from fa_numba.tiling.wgmma import GROUP
 
 
 class NamedBarrier(IntEnum):
-    """Numbers of barriers: a warpgroup's turn, a warpgroup's threads, those of all consumers."""
+    """Numbers of the named barriers of a block.
+
+    TURN_w is for the turn of consumer warpgroup w, GROUP_w is for the threads of warpgroup w, and
+    CONSUMERS is for the threads of all consumers.
+    """
 
     TURN_0, TURN_1, TURN_2 = 1, 2, 3
     GROUP_0, GROUP_1, GROUP_2 = 4, 5, 6
@@ -27,7 +33,9 @@ TURN_0, TURN_1, TURN_2, GROUP_0, GROUP_1, GROUP_2, CONSUMERS = map(int, NamedBar
 
 @part
 def make_first_turn(spec):
-    """``first_turn(w)``: warpgroup 0 has the first turn, then 1, ..."""
+    """Make ``first_turn(w)``, which gives the first turn to warpgroup 0, the next one to warpgroup
+    1, and so on.
+    """
     groups, threads, turns = spec.consumers, GROUP * spec.consumers, spec.takes_turns
 
     def first_turn(w):
@@ -42,7 +50,7 @@ def make_first_turn(spec):
 
 @part
 def make_take_turn(spec):
-    """``take_turn(w)``: until all others have begun their products."""
+    """Make ``take_turn(w)``, which waits until all other warpgroups have begun their products."""
     groups, threads, turns = spec.consumers, GROUP * spec.consumers, spec.takes_turns
 
     def take_turn(w):
@@ -59,7 +67,9 @@ def make_take_turn(spec):
 
 @part
 def make_give_turn(spec):
-    """``give_turn(w)``: this warpgroup's products have begun."""
+    """Make ``give_turn(w)``, by which warpgroup w tells the others that it has begun its
+    products.
+    """
     groups, threads, turns = spec.consumers, GROUP * spec.consumers, spec.takes_turns
 
     def give_turn(w):
@@ -75,9 +85,12 @@ def make_give_turn(spec):
 
 @part
 def make_begin_products(spec):
-    """``begin_products(rS, rO, rP, shared, q_stage, kv, after, w)``: Sij, of Kj in slot ``after``,
-    and Pij-1 Vj-1, of Vj-1 in slot ``kv``, on their way together; or, without ``overlaps``,
-    Pij-1 Vj-1 first, which ends before Sij begins.
+    """Make ``begin_products(rS, rO, rP, shared, q_stage, kv, after, w)``, which begins two matrix
+    products.
+
+    The products are S of the next column tile, whose K is in slot ``after``, and P V of the current
+    column tile, whose V is in slot ``kv``. Q is in slot number ``q_stage``. Both run at the same
+    time. Without the measure "overlap", P V ends before S begins.
     """
     overlaps, wait_output = spec.overlaps, make_wait_output(spec)
     wait_k, wait_v = make_wait(spec.pipelines.k), make_wait(spec.pipelines.v)
@@ -106,8 +119,12 @@ def make_begin_products(spec):
 
 @part
 def make_begin_last(spec):
-    """``begin_last(rS, rO, rP, shared, q_stage, kv, after, w)``: Pij Vj, the last of a row tile, on
-    its way with the first S of the next.
+    """Make ``begin_last(rS, rO, rP, shared, q_stage, kv, after, w)``, which begins two matrix
+    products.
+
+    The products are the last P V of a work tile, whose V is in slot ``kv``, and the first S of the
+    next work tile. Its Q is in slot number ``q_stage``, and its K in slot ``after``. Both run at
+    the same time.
     """
     wait_k, begin_scores = make_wait(spec.pipelines.k), make_begin_scores(spec)
     begin_output, take_turn = make_begin_output(spec), make_take_turn(spec)
@@ -125,7 +142,7 @@ def make_begin_last(spec):
 
 @part
 def make_sync_group(spec):
-    """``sync_group(w)``: the threads of warpgroup w wait for each other."""
+    """Make ``sync_group(w)``, by which the threads of consumer warpgroup w wait for each other."""
     groups = spec.consumers
 
     def sync_group(w):
@@ -141,7 +158,9 @@ def make_sync_group(spec):
 
 @part
 def make_sync_consumers(spec):
-    """``sync_consumers()``: all consumers wait for each other."""
+    """Make ``sync_consumers()``, by which the threads of all consumer warpgroups wait for each
+    other.
+    """
     threads = GROUP * spec.consumers
 
     def sync_consumers():
@@ -152,7 +171,9 @@ def make_sync_consumers(spec):
 
 @part
 def make_give_other(spec):
-    """``give_other()``: what the other of two consumers waits for is there."""
+    """Make ``give_other()``, by which one of two consumer warpgroups signals the other without
+    waiting.
+    """
     threads = GROUP * spec.consumers
 
     def give_other():
@@ -163,7 +184,9 @@ def make_give_other(spec):
 
 @part
 def make_take_other(spec):
-    """``take_other()``: until the other consumer has come to ``give_other``."""
+    """Make ``take_other()``, by which one of two consumer warpgroups waits for the other's
+    ``give_other``.
+    """
     threads = GROUP * spec.consumers
 
     def take_other():

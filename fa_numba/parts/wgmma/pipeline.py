@@ -1,8 +1,9 @@
-"""Pipelines: slots in shared memory that producers fill and consumers empty in turn, each with a
-barrier for full and one for empty.
+"""Pipelines: producers fill slots in shared memory, and consumers read and release them, in turn.
 
-``facts`` is one of ``spec.pipelines``: the numbers of a pipeline's first barriers, and its slots
-(``tiling.wgmma.Pipeline``). A producer begins in phase 1: its first wait finds the slot empty.
+Each slot has two barriers, one for "full" and one for "empty". ``facts`` is one of
+``spec.pipelines``, a ``tiling.wgmma.Pipeline``: it contains the numbers of the first barriers, and
+the number of slots. Producers begin with phase 1, for which their first wait finds every slot
+empty.
 """
 
 from functools import cache
@@ -20,18 +21,20 @@ from fa_numba.parts.records import Slot
 
 @cache
 def make_wait(facts):
-    """``wait(bars, slot)``: until the slot is full."""
+    """Make ``wait(bars, slot)``, by which a consumer waits until the slot is full."""
     return _make_wait_at(facts.full)
 
 
 @cache
 def make_acquire(facts):
-    """``acquire(bars, slot)``: until the slot is empty."""
+    """Make ``acquire(bars, slot)``, by which a producer waits until the slot is empty."""
     return _make_wait_at(facts.empty)
 
 
 @part
 def _make_wait_at(first):
+    """Make ``wait(bars, slot)``. ``first`` is the number of the barrier of slot 0."""
+
     def wait(bars, slot):
         wait_mbarrier(bars, uint32(first + slot.stage), slot.phase)
 
@@ -40,18 +43,23 @@ def _make_wait_at(first):
 
 @cache
 def make_commit(facts):
-    """``commit(bars, slot)``: this thread has filled the slot."""
+    """Make ``commit(bars, slot)``, by which a thread says that it has filled the slot."""
     return _make_arrive_at(facts.full)
 
 
 @cache
 def make_release_alone(facts):
-    """``release_alone(bars, slot)``: this thread, the only one, reads the slot no more."""
+    """Make ``release_alone(bars, slot)``, by which a single thread says that it has read the slot.
+
+    Use it if one thread reads the slot without the other threads of its warp.
+    """
     return _make_arrive_at(facts.empty)
 
 
 @part
 def _make_arrive_at(first):
+    """Make ``arrive(bars, slot)``. ``first`` is the number of the barrier of slot 0."""
+
     def arrive(bars, slot):
         arrive_mbarrier(bars, uint32(first + slot.stage))
 
@@ -60,7 +68,11 @@ def _make_arrive_at(first):
 
 @part
 def make_commit_warp(facts):
-    """``commit_warp(bars, slot)``: this warp has filled its part of the slot."""
+    """Make ``commit_warp(bars, slot)``, by which a warp says that it has filled its part of the
+    slot.
+
+    All lanes must call it. They wait for each other, and the first lane arrives at the barrier.
+    """
     full = facts.full
 
     def commit_warp(bars, slot):
@@ -73,7 +85,10 @@ def make_commit_warp(facts):
 
 @part
 def make_release(facts):
-    """``release(bars, slot)``: this warp reads the slot no more."""
+    """Make ``release(bars, slot)``, by which a warp says that it has read the slot.
+
+    The first lane arrives at the barrier. The lanes do not wait for each other here.
+    """
     empty = facts.empty
 
     def release(bars, slot):
@@ -85,8 +100,10 @@ def make_release(facts):
 
 @part
 def make_release_by(facts):
-    """``release_by(bars, slot, thread)``: this warpgroup reads the slot no more, says its first
-    thread, which has waited for the others.
+    """Make ``release_by(bars, slot, thread)``, by which a warpgroup says that it has read the slot.
+
+    The first thread of the warpgroup arrives at the barrier. It must have waited for the others
+    before.
     """
     empty = facts.empty
 
@@ -99,7 +116,10 @@ def make_release_by(facts):
 
 @part
 def make_next(facts):
-    """``next(slot)``: the slot after this one; the phase changes where the slots begin anew."""
+    """Make ``next(slot)``, which returns the slot after this one.
+
+    After the last slot comes slot 0, with the other phase.
+    """
     slots = facts.slots
 
     def following(slot):
@@ -115,7 +135,11 @@ def make_next(facts):
 
 @part
 def make_own(facts):
-    """``own(slot, w)``: the part of the slot that warpgroup w has, with barriers of its own."""
+    """Make ``own(slot, w)``, which returns the part of a slot that belongs to consumer warpgroup w.
+
+    Each part has barriers of its own. The result is a ``Slot`` whose ``stage`` is the number of the
+    part.
+    """
     groups = facts.groups
 
     def own(slot, w):
@@ -126,7 +150,11 @@ def make_own(facts):
 
 @part
 def make_begin(spec):
-    """``begin(bars)``: the first thread initialises the barriers of all of a kernel's pipelines."""
+    """Make ``begin(bars)``, by which thread 0 initialises the barriers of all pipelines of a
+    kernel.
+
+    The kernel must call ``syncthreads`` before other threads use the barriers.
+    """
     init = _init_all(spec.arrivals)
 
     def begin(bars):
@@ -139,7 +167,11 @@ def make_begin(spec):
 
 @part
 def _init_all(arrivals):
-    """``init(bars)``: for each (slots, barriers), slot after slot, ``barriers`` of the slot."""
+    """Make ``init(bars)``, which initialises all barriers.
+
+    ``arrivals`` contains a pair (slots, barriers) for each kind of slots. ``barriers`` are those of
+    one slot.
+    """
     if not arrivals:
         return _nothing
     (slots, barriers), rest = arrivals[0], _init_all(arrivals[1:])
@@ -155,7 +187,11 @@ def _init_all(arrivals):
 
 @part
 def _init_slot(barriers):
-    """``init(bars, s)``: of each (first barrier, arrivals) the barrier of slot s."""
+    """Make ``init(bars, s)``, which initialises the barriers of slot s.
+
+    ``barriers`` contains pairs: the number of the barrier of slot 0, and the arrivals that complete
+    it.
+    """
     if not barriers:
         return _nothing_of_slot
     (first, arrivals), rest = barriers[0], _init_slot(barriers[1:])

@@ -1,6 +1,7 @@
-"""Backward of float32 matrices as sums of 16-bit ones on Hopper's tensor cores (``planes``): a
-consumer makes dV, dK and dQ of its own columns of S, each tile's apart, and adds them up in
-float32, times what undoes the powers of two.
+"""Parts of the backward pass for float32 matrices, as sums of 16-bit planes, on Hopper.
+
+A consumer computes dV, dK and dQ of its own columns of S. Each tile has sums of its own. They are
+multiplied by the factor that undoes the powers of two of scaled planes, and added in float32.
 """
 
 from functools import cache
@@ -30,25 +31,37 @@ from fa_numba.tiling.wgmma import GROUP, GROUP_ROWS, PANEL
 
 @cache
 def make_begin_st(spec):
-    """``begin_st(rS, sK, own, sQ, at)``: ST = K QT, or dPT = V dOT, of the columns from ``own``."""
+    """Make ``begin_st(rS, sK, own, sQ, at)``, which begins ST = K QT (or dPT = V dOT).
+
+    The consumer's 64 rows of K begin at element ``own`` of sK, and the tile of Q at element ``at``
+    of sQ.
+    """
     return planes.make_multiply_planes(spec.transposed)
 
 
 @cache
 def make_begin_product(spec):
-    """``begin_product(rT, rP, sQ, at)``: T = PT dO, or dST Q, of a tile."""
+    """Make ``begin_product(rT, rP, sQ, at)``, which begins T = PT dO (or dST Q) of one tile.
+
+    The tile of dO (or Q) begins at element ``at`` of sQ.
+    """
     return planes.make_product_of_planes(spec.transposed, spec.products)
 
 
 @cache
 def make_split_pt(spec):
-    """``split_pt(rP, rS)``: PT's planes."""
+    """Make ``split_pt(rP, rS)``, which splits PT in rS into planes."""
     return planes.make_split_p(spec.transposed, P_SCALE_BACKWARD)
 
 
 @part
 def make_ds_of_planes(spec):
-    """``ds_of_planes(rdP, rS, sL, at, tile)``: dST = PT o (dPT - D) in float32, in place of dPT."""
+    """Make ``ds_of_planes(rdP, rS, sL, at, tile)``, which computes dST = PT o (dPT - D) in place of
+    dPT.
+
+    rS holds PT. L of the row tile begins at element ``at`` of sL, and D follows L. With scaled
+    planes, dPT is first multiplied by the factor that undoes the scaling.
+    """
     TM, TN, Br = spec.TM, spec.TN, spec.Br
     scaled, packed = spec.features.scaled, spec.features.packed
 
@@ -72,9 +85,12 @@ def make_ds_of_planes(spec):
 
 @part
 def make_power_of_ds(spec):
-    """``power_of_ds(rdS, w)``: what this consumer's planes of dS are multiplied by: a power of two
-    of its largest element that is finite. The consumer's threads have met then, and none reads the
-    last dS any more.
+    """Make ``power_of_ds(rdS, w)``, which returns the power of two by which this consumer
+    multiplies dS.
+
+    It depends on the consumer's largest finite |dS|, and is 1 without scaled planes. The threads of
+    the consumer wait for each other in this function. After the function, no thread of the consumer
+    still reads the dS of the tile before.
     """
     RS, scaled, (AT, WORDS) = spec.TM * spec.TN, spec.features.scaled, spec.largest_words
     sync_group = make_sync_group(spec)
@@ -103,7 +119,9 @@ def make_power_of_ds(spec):
 
 @part
 def make_unit_of_dv(spec):
-    """``unit_of_dv(head)``: what PT dO is to be multiplied by."""
+    """Make ``unit_of_dv(head)``, which returns the factor for PT dO that undoes the scaling of
+    planes.
+    """
     scaled, packed, P = spec.features.scaled, spec.features.packed, float32(1.0 / P_SCALE_BACKWARD)
 
     def unit_of_dv(head):
@@ -117,7 +135,10 @@ def make_unit_of_dv(spec):
 
 @part
 def make_units_of_ds(spec):
-    """``units_of_ds(power, head)``: what dST Q and dS K are to be multiplied by."""
+    """Make ``units_of_ds(power, head)``, which returns the factors for dST Q and dS K.
+
+    They undo the scaling of planes. ``power`` is the result of ``power_of_ds``.
+    """
     scaled, packed = spec.features.scaled, spec.features.packed
 
     def units_of_ds(power, head):
@@ -134,7 +155,9 @@ def make_units_of_ds(spec):
 
 @part
 def make_split_ds(spec):
-    """``split_ds(rdS, rT, power)``: planes of ``power`` times dST."""
+    """Make ``split_ds(rdS, rT, power)``, which splits ``power`` times dST in rT into planes in
+    rdS.
+    """
     WORDS, scaled = spec.p_registers, spec.features.scaled
     split = make_split(spec.dtype, spec.planes)
 
@@ -150,8 +173,10 @@ def make_split_ds(spec):
 
 @part
 def make_store_planes(spec):
-    """``store_planes(sdS, rdS, thread)``: dST's planes one behind the other, each of one panel as
-    ``gradients.make_store_ds`` has it.
+    """Make ``store_planes(sdS, rdS, thread)``, which stores the planes of dST in shared memory.
+
+    The planes come one after the other. Each is one panel, with the layout of
+    ``gradients.make_store_ds``.
     """
     TM, TN, PLANES, WORDS = spec.TM, spec.TN, spec.planes, spec.p_registers
     PLANE = spec.tile_halves[2]
@@ -173,8 +198,11 @@ def make_store_planes(spec):
 
 @cache
 def make_begin_own_dq(spec):
-    """``begin_own_dq(rdQ, sdS, at, sK, first)``: 64 rows and a panel of dQ = dS K, of 64 columns
-    of S from ``at`` on. Both operands' rows run across the sum.
+    """Make ``begin_own_dq(rdQ, sdS, at, sK, first)``, which begins dQ = dS K of this consumer's
+    columns of S.
+
+    The result has 64 rows and a panel of 64 columns. The 64 columns of S begin at element ``at`` of
+    sdS, and the panel of K at element ``first`` of sK.
     """
     of_ds, of_k = spec.tile_halves[2], spec.plane_panels * PANEL * spec.Bc
     a, b = (spec.Bc, of_ds, 1), (spec.Bc, of_k, 1)
@@ -183,37 +211,52 @@ def make_begin_own_dq(spec):
 
 @cache
 def make_wait_dv(spec):
-    """``wait_dv(rT)``: a tile's dV is there, and no other product is on its way."""
+    """Make ``wait_dv(rT)``, which waits until a tile's dV is in rT and no other product is
+    running.
+    """
     return wait_for(spec.column_registers, 0)
 
 
 @cache
 def make_wait_tile(spec):
-    """``wait_tile(rT)``: a tile's dV or dK is there; a later product may be on its way."""
+    """Make ``wait_tile(rT)``, which waits until a tile's dV or dK is in rT.
+
+    One product of float32 matrices that was begun after it may still be running.
+    """
     return wait_for(spec.column_registers, spec.products)
 
 
 @cache
 def make_wait_dk(spec):
-    """``wait_dk(rT)``: a tile's dK is there; dQ and the next S may be on their way."""
+    """Make ``wait_dk(rT)``, which waits until a tile's dK is in rT.
+
+    The products for dQ and for the next S may still be running.
+    """
     return wait_for(spec.column_registers, 2 * spec.products)
 
 
 @cache
 def make_wait_own_dq(spec):
-    """``wait_own_dq(rdQ)``: dQ is there; a later product may be on its way."""
+    """Make ``wait_own_dq(rdQ)``, which waits until dQ is in rdQ.
+
+    One product of float32 matrices that was begun after it may still be running.
+    """
     return wait_for(spec.query_registers, spec.products)
 
 
 @cache
 def make_wait_last_dq(spec):
-    """``wait_last_dq(rdQ)``: dQ is there, and no other product is on its way."""
+    """Make ``wait_last_dq(rdQ)``, which waits until dQ is in rdQ and no other product is
+    running.
+    """
     return wait_for(spec.query_registers, 0)
 
 
 @part
 def make_add_columns(spec):
-    """``add_columns(rdK, rT, unit)``: dK += unit T."""
+    """Make ``add_columns(rdK, rT, unit)``, which adds ``unit`` times T to dK (or dV) in
+    registers.
+    """
     RK = spec.column_registers
 
     def add_columns(rdK, rT, unit):
@@ -225,8 +268,11 @@ def make_add_columns(spec):
 
 @part
 def make_add_own_dq(spec):
-    """``add_own_dq(rdQ, A, row0, col0, unit, head)``: A += unit times this consumer's part of dQ,
-    from registers: nothing beyond the rows of the sequence.
+    """Make ``add_own_dq(rdQ, A, row0, col0, unit, head)``, which adds ``unit`` times dQ to A
+    atomically.
+
+    rdQ holds this thread's part of a panel that begins at (row0, col0) of A. Rows beyond the
+    sequence are not added.
     """
     query_rows, add_two = make_query_rows(spec), make_add_two(spec)
     TILES = ceil_div(min(spec.head_dim, PANEL), 8)
@@ -250,7 +296,9 @@ def make_add_own_dq(spec):
 
 @part
 def make_write_own_columns(spec):
-    """``write_own_columns(rdK, dK, row0, head, thread)``: this consumer's rows of dK, float32."""
+    """Make ``write_own_columns(rdK, dK, row0, head, thread)``, which writes this consumer's rows of
+    dK in float32.
+    """
     TN, DN4, STEP_ = spec.TN, 4 * spec.DN, spec.column_step
     write_two, key_rows = make_write_two(spec), make_key_rows(spec)
 
@@ -271,7 +319,9 @@ def make_write_own_columns(spec):
 
 @part
 def make_second_panel(spec):
-    """``second_panel()``: where Kj's second panel begins in shared memory."""
+    """Make ``second_panel()``, which returns the element of sK at which Kj's second panel
+    begins.
+    """
     AT = PANEL * spec.Bc
 
     def second_panel():
@@ -282,7 +332,9 @@ def make_second_panel(spec):
 
 @part
 def make_give_power(spec):
-    """``give_power(power)``: what dS is multiplied by, for the other consumer."""
+    """Make ``give_power(power)``, which stores the power of two for dS, so that the other consumer
+    can read it.
+    """
     (AT, WORDS), scaled = spec.largest_words, spec.features.scaled
 
     def give_power(power):
@@ -294,7 +346,9 @@ def make_give_power(spec):
 
 @part
 def make_read_power(spec):
-    """``read_power()``: what ``give_power`` gave."""
+    """Make ``read_power()``, which returns the power of two that the other consumer has stored by
+    ``give_power``.
+    """
     (AT, WORDS), scaled = spec.largest_words, spec.features.scaled
 
     def read_power():

@@ -1,7 +1,9 @@
-"""A warpgroup's products of float32 matrices in planes (``parts.fragments.planes``): those of
-two planes each, from the smallest on, add to one sum, which is of one tile.
+"""A warpgroup's products of float32 matrices on Hopper, where each matrix is a sum of planes.
 
-In shared memory a plane's panels lie behind those of the plane before, in P's registers its words.
+A product of float32 matrices becomes several products of planes (``parts.fragments.planes``). They
+are added to one sum, from the smallest to the largest. Each tile has a sum of its own. In shared
+memory, the panels of a plane come after those of the plane before. In P's registers, the words of a
+plane come after those of the plane before.
 """
 
 from functools import cache
@@ -29,7 +31,7 @@ def _no_product(a, b, c, d):
 
 @cache
 def make_multiply_planes(spec):
-    """``multiply(rS, sQ, first, sK, at)``: S = Q KT of the 64 rows from ``first`` on."""
+    """Make ``multiply(rS, sQ, first, sK, at)``, which is ``products.make_multiply`` for planes."""
     rows, columns = ((n, spec.plane_panels * PANEL * n, 0) for n in (spec.Br, spec.Bc))
     return multiply_pairs(
         spec, spec.products, spec.Bc, rows, columns, ceil_div(spec.head_dim, STEP)
@@ -38,9 +40,13 @@ def make_multiply_planes(spec):
 
 @part
 def multiply_pairs(spec, count, N, a, b, steps):
-    """``multiply(rT, sA, first, sB, at)``: 64 rows and ``N`` columns of A B by the first ``count``
-    pairs of planes; ``a`` and ``b`` say of A and B the rows of a tile, a plane's elements, and
-    whether rows run across the sum.
+    """Make ``multiply(rT, sA, first, sB, at)``, which begins the product of 64 rows of A and ``N``
+    columns of B.
+
+    A begins at element ``first`` of sA, and B at element ``at`` of sB. Only the first ``count``
+    pairs of planes are multiplied. The sum has ``steps`` steps of the instruction. ``a`` and ``b``
+    describe the two operands by three numbers: the rows of a tile, the number of elements of a
+    plane, and 1 if the rows of the tile are terms of the sum, otherwise 0.
     """
     (ROWS_A, plane_a, across_a), (ROWS_B, plane_b, across_b) = a, b
     i, j = pairs_of_planes(spec.planes)[count - 1]
@@ -58,7 +64,10 @@ def multiply_pairs(spec, count, N, a, b, steps):
 
 @part
 def make_product_of_planes(spec, count):
-    """``product(rT, rP, sV, at)``: P V, V's tile from ``at`` on, by ``count`` pairs of planes."""
+    """Make ``product(rT, rP, sV, at)``, which begins T = P V by ``count`` pairs of planes.
+
+    V's tile begins at element ``at`` of sV.
+    """
     d, Bc, STEPS, WORDS = spec.columns, spec.Bc, spec.Bc // STEP, spec.p_registers // spec.planes
     i, j = pairs_of_planes(spec.planes)[count - 1]
     A, B, ADDS = i * WORDS, j * spec.plane_panels_v * PANEL * Bc, count > 1
@@ -74,8 +83,9 @@ def make_product_of_planes(spec, count):
 
 @part
 def make_split_pair(spec, times=P_SCALE):
-    """``split_pair(rP, n, low, high)``: as ``products.make_round_pair``, to word n of each plane,
-    multiplied by ``times`` where planes are scaled.
+    """Make ``split_pair(rP, n, low, high)``, which stores the planes of two elements of P.
+
+    They go to word n of each plane in rP. Scaled planes are multiplied by ``times`` before.
     """
     WORDS, scaled = spec.p_registers // spec.planes, spec.features.scaled
     split, P = make_split(spec.dtype, spec.planes), times
@@ -90,7 +100,9 @@ def make_split_pair(spec, times=P_SCALE):
 
 @part
 def make_split_p(spec, times=P_SCALE):
-    """``split_p(rP, rS)``: P's planes, as ``products.make_round_p``."""
+    """Make ``split_p(rP, rS)``, which splits P in rS into planes. ``times`` is that of
+    ``make_split_pair``.
+    """
     WORDS, split_pair = spec.p_registers // spec.planes, make_split_pair(spec, times)
 
     def split_p(rP, rS):
@@ -102,7 +114,11 @@ def make_split_p(spec, times=P_SCALE):
 
 @part
 def make_scale_output(spec):
-    """``scale_output(rO, head)``: O over the powers of planes, and over 1 - p of dropout."""
+    """Make ``scale_output(rO, head)``, which multiplies O by the factor that is still missing.
+
+    The factor undoes the powers of two of scaled planes, and with dropout contains 1 / (1 -
+    dropout_p).
+    """
     RO, units = spec.TM * spec.DN * 4, make_units(spec)
 
     def scale_output(rO, head):
@@ -115,8 +131,10 @@ def make_scale_output(spec):
 
 @part
 def make_write_floats(spec):
-    """``write_floats(rO, O, row0, head, thread)``: a warpgroup's rows of O in float32, which start
-    at any address unless the spec is ``aligned``.
+    """Make ``write_floats(rO, O, row0, head, thread)``, which writes a warpgroup's rows of O in
+    float32.
+
+    The rows of O can start at any address unless the spec is ``aligned``.
     """
     query_rows = make_query_rows(spec)
     write = make_write_fragments(spec) if spec.aligned else make_write_rows(spec)

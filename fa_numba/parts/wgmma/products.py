@@ -1,4 +1,7 @@
-"""Products of a warpgroup: S = Q KT, and O += P V with P in registers."""
+"""Matrix products of a warpgroup on Hopper: S = Q KT, and O += P V with P in registers.
+
+A product begins at one call and ends at a later call of ``wait_...``.
+"""
 
 from functools import cache
 
@@ -16,8 +19,10 @@ from fa_numba.tiling.wgmma import PANEL
 
 @part
 def make_begin_scores(spec):
-    """``begin_scores(rS, sQ, q_stage, w, sK, stage)``: S = Q KT of warpgroup w's rows of a slot of
-    Q, with a slot of K.
+    """Make ``begin_scores(rS, sQ, q_stage, w, sK, stage)``, which begins S = Q KT.
+
+    It computes warpgroup w's rows of Q in slot number ``q_stage``, and all rows of K in slot number
+    ``stage``.
     """
     (NQ, NK, _), own, multiply = spec.tile_halves, PANEL * spec.consumer_rows, make_multiply(spec)
     if spec.planes > 1:
@@ -31,7 +36,11 @@ def make_begin_scores(spec):
 
 @part
 def make_begin_output(spec):
-    """``begin_output(rO, rP, sV, stage)``: O += P V, with a slot of V; of planes O = P V."""
+    """Make ``begin_output(rO, rP, sV, stage)``, which begins O += P V with V in slot number
+    ``stage``.
+
+    With planes it begins O = P V.
+    """
     NV, add_product = spec.tile_halves[2], make_add_product(spec)
     if spec.planes > 1:
         add_product = planes.make_product_of_planes(spec, spec.products)
@@ -44,7 +53,11 @@ def make_begin_output(spec):
 
 @part
 def make_multiply(spec):
-    """``multiply(rS, sQ, first, sK, at)``: S = Q KT of the 64 rows from ``first`` on."""
+    """Make ``multiply(rS, sQ, first, sK, at)``, which begins S = Q KT.
+
+    It computes the 64 rows from element ``first`` of sQ on. The tile of K begins at element ``at``
+    of sK.
+    """
     Br, Bc, STEPS = spec.Br, spec.Bc, ceil_div(spec.head_dim, STEP)
     multiply = MULTIPLY[DTYPES[spec.dtype].matrix]
 
@@ -56,8 +69,8 @@ def make_multiply(spec):
 
 @part
 def make_add_product(spec):
-    """``add_product(rO, rP, sV, at)``: O += P V, V's tile from ``at`` on, whose rows in memory run
-    across the sum.
+    """Make ``add_product(rO, rP, sV, at)``, which begins O += P V. V's tile begins at element
+    ``at`` of sV.
     """
     d, Bc, STEPS = spec.columns, spec.Bc, spec.Bc // STEP
     multiply = MULTIPLY_REGISTERS[DTYPES[spec.dtype].matrix]
@@ -70,20 +83,28 @@ def make_add_product(spec):
 
 @cache
 def make_wait_scores(spec):
-    """``wait_scores(rS, more)``: S is there; with ``more`` a later product may be on its way."""
+    """Make ``wait_scores(rS, more)``, which waits until S is in the registers rS.
+
+    With ``more``, one product that was begun after S may still be running.
+    """
     return wait_with(spec.TM * spec.TN, spec.products)
 
 
 @cache
 def make_wait_output(spec):
-    """``wait_output(rO, more)``: O is there; with ``more`` a later product may be on its way."""
+    """Make ``wait_output(rO, more)``, which waits until O is in the registers rO.
+
+    With ``more``, one product that was begun after P V may still be running.
+    """
     return wait_with(spec.TM * spec.DN * 4, spec.products)
 
 
 @part
 def wait_with(registers, later):
-    """``wait(rT, more)``: T is there, of so many registers; with ``more`` so many later products
-    may be on their way.
+    """Make ``wait(rT, more)``, which waits for a product in the registers rT.
+
+    rT has ``registers`` registers. With ``more``, up to ``later`` products that were begun after it
+    may still be running.
     """
 
     def wait(rT, more):
@@ -97,8 +118,10 @@ def wait_with(registers, later):
 
 @part
 def wait_for(registers, later):
-    """``wait(rT)``: T is there, of so many registers; so many later products may be on their
-    way.
+    """Make ``wait(rT)``, which waits for a product in the registers rT.
+
+    rT has ``registers`` registers. Up to ``later`` products that were begun after it may still be
+    running.
     """
 
     def wait(rT):
@@ -109,7 +132,10 @@ def wait_for(registers, later):
 
 @part
 def make_tile_sums(spec):
-    """``tile_sums(rO)``: registers for P V of one tile: O itself, of planes others."""
+    """Make ``tile_sums(rO)``, which returns the registers for P V of one tile.
+
+    They are rO itself. With planes they are separate registers.
+    """
     RO, apart = spec.TM * spec.DN * 4, spec.planes > 1
 
     def tile_sums(rO):
@@ -123,8 +149,9 @@ def make_tile_sums(spec):
 
 @part
 def make_end_output(spec):
-    """``end_output(rO, rT, more)``: O is there (``wait_output``), with T, one tile's P V: T is O
-    itself, or, of planes, added to it.
+    """Make ``end_output(rO, rT, more)``, which waits for P V of one tile in rT.
+
+    ``more`` is that of ``wait_output``. With planes, rT is then added to rO. Otherwise rT is rO.
     """
     RO, apart, wait_output = spec.TM * spec.DN * 4, spec.planes > 1, make_wait_output(spec)
 
@@ -139,12 +166,19 @@ def make_end_output(spec):
 
 @part
 def make_unscale_output(spec):
-    """``unscale_output(rO, head)``: O over 1 - p of dropout, or over the powers of planes."""
+    """Make ``unscale_output(rO, head)``, which multiplies O by the factor that is still missing.
+
+    The factor is 1 / (1 - dropout_p) with dropout. With planes it also undoes the powers of two of
+    scaled planes.
+    """
     return planes.make_scale_output(spec) if spec.planes > 1 else _make_unscale_kept(spec)
 
 
 @part
 def _make_unscale_kept(spec):
+    """Make ``unscale_kept(rO, head)``, which multiplies O by 1 / (1 - dropout_p) if there is
+    dropout.
+    """
     scale_kept = make_scale_kept(spec)
 
     def unscale_kept(rO, head):
@@ -155,8 +189,10 @@ def _make_unscale_kept(spec):
 
 @part
 def make_round_p(spec):
-    """``round_p(rP, rS)``: P, without what ``drop`` has marked, in 16 bits, pairs of neighbours in
-    a word.
+    """Make ``round_p(rP, rS)``, which rounds P in rS to 16 bits.
+
+    A word of rP contains two neighbouring elements. Elements that ``drop`` has marked become 0.
+    With planes, rP gets the planes of P.
     """
     WORDS, pack = spec.p_registers, pack_p(spec)
     if spec.planes > 1:
@@ -171,7 +207,11 @@ def make_round_p(spec):
 
 @part
 def make_round_pair(spec):
-    """``round_pair(rP, n, low, high)``: two neighbours in P in 16 bits, to word n."""
+    """Make ``round_pair(rP, n, low, high)``, which rounds two neighbouring elements of P into word
+    n of rP.
+
+    With planes, each plane gets a word.
+    """
     pack = pack_p(spec)
     if spec.planes > 1:
         return planes.make_split_pair(spec)
@@ -183,6 +223,9 @@ def make_round_pair(spec):
 
 
 def pack_p(spec):
-    """``pack(p0, p1)``: two of P in 16 bits; 0 for those that ``drop`` has marked."""
+    """Return ``pack(p0, p1)``, which rounds two elements of P to one word of two 16-bit elements.
+
+    With dropout, elements that ``drop`` has marked as dropped become 0.
+    """
     matrix = DTYPES[spec.dtype].matrix
     return PACK_POSITIVE[matrix] if spec.features.dropout else CONVERSIONS[matrix][0]

@@ -1,5 +1,13 @@
-"""The tile scheduler of FlashAttention-2's forward kernel: which work tiles a block takes in turn.
-A work tile is a row tile of Q, or of a row tile a share of its columns (``kv_splits``).
+"""The tile scheduler of FlashAttention-2's forward kernel on Hopper: which work tiles a block
+computes.
+
+A work tile is a row tile of Q, or with ``kv_splits`` one key split of a row tile. A persistent
+thread block computes several work tiles. The thread that loads Q chooses the next work tile and
+writes it to shared memory, next to the slot of Q. The thread that loads K and V and the consumers
+read it there.
+
+In this module, ``schedule`` is the ``Schedule`` record of the block, and ``slot`` is a slot of Q
+unless a docstring says otherwise.
 """
 
 from functools import cache
@@ -27,8 +35,11 @@ LAST_TILES = 8
 
 @part
 def make_schedule(spec):
-    """``schedule(Q, K, taken, group, options)``: where a block's work tiles are written, how many
-    there are in all, and the counter ``taken`` of those given out after each block's first.
+    """Make ``schedule(Q, K, taken, group, options)``, which returns the block's ``Schedule``
+    record.
+
+    ``taken`` is a counter in global memory of the work tiles that blocks have taken, after the
+    first of each block.
     """
     first, words, row_tiles = spec.first_index, spec.index_words, _make_row_tiles(spec)
 
@@ -41,14 +52,19 @@ def make_schedule(spec):
 
 @device_function
 def is_valid(schedule, stage):
-    """Whether this slot of Q has a work tile; if not, the block is done."""
+    """Return whether a slot of Q contains a work tile. If it does not, the block has finished its
+    work.
+    """
     return schedule.words[WORK_WORDS * stage] < schedule.tiles
 
 
 @part
 def make_announce(spec):
-    """``announce(schedule, bars, slot, n)``: writes n to the slot, once that is empty, and gives
-    whether a work tile has this number. If none has, the slot is full: its readers end.
+    """Make ``announce(schedule, bars, slot, n)``, by which the loader of Q writes the number n of a
+    work tile.
+
+    It waits until the slot is empty. The result says whether there is a work tile with this number.
+    If there is none, the slot is marked as full, so that its readers end.
     """
     (q, _, _, work, _), WORDS = spec.pipelines, WORK_WORDS
     acquire, commit_q, commit_work = make_acquire(q), make_commit(q), make_commit(work)
@@ -67,8 +83,11 @@ def make_announce(spec):
 
 @part
 def make_give(spec):
-    """``give(schedule, bars, slot, n)``: writes work tile number n for the slot's readers, and
-    gives ``columns_of`` it.
+    """Make ``give(schedule, bars, slot, n)``, by which the loader of Q writes work tile number n to
+    a slot.
+
+    The result is that of ``columns_of``: the first row, the head, the first column, and one past
+    the last column.
     """
     tile_of, row_tile, columns_of = _make_tile_of(spec), _make_row_tile(spec), make_columns_of(spec)
     write_work_tile, commit = _make_write_work_tile(spec), make_commit(spec.pipelines.work)
@@ -86,8 +105,10 @@ def make_give(spec):
 
 @part
 def _make_write_work_tile(spec):
-    """``write_work_tile(schedule, slot, work)``: the work tile to the words of the slot, behind
-    its number.
+    """Make ``write_work_tile(schedule, slot, work)``, which stores a ``WorkTile`` in the words of a
+    slot.
+
+    The first word of the slot is the number of the work tile, and the others are stored after it.
     """
     splits = spec.features.splits
 
@@ -105,7 +126,9 @@ def _make_write_work_tile(spec):
 
 @part
 def make_read_work_tile(spec):
-    """``read_work_tile(schedule, stage)``: the slot's work tile."""
+    """Make ``read_work_tile(schedule, stage)``, which returns the ``WorkTile`` of the slot number
+    ``stage``.
+    """
     splits, entries = spec.features.splits, 2**ENTRY_BITS - 1
 
     def read_work_tile(schedule, stage):
@@ -121,20 +144,30 @@ def make_read_work_tile(spec):
 
 @cache
 def make_has_work(spec):
-    """``has_work(schedule, bars, slot)``: whether this slot has a work tile (``is_valid``), once
-    its Q is there too.
+    """Make ``has_work(schedule, bars, slot)``, by which a consumer waits for the Q of a slot.
+
+    The result says whether the slot contains a work tile.
     """
     return _make_is_given(spec.pipelines.q)
 
 
 @cache
 def make_has_columns(spec):
-    """``has_columns(schedule, bars, slot)``: ``has_work`` without Q, to load K and V."""
+    """Make ``has_columns(schedule, bars, slot)``, by which the loader of K and V waits for a work
+    tile.
+
+    It does not wait for Q. The result says whether the slot contains a work tile.
+    """
     return _make_is_given(spec.pipelines.work)
 
 
 @part
 def _make_is_given(facts):
+    """Make ``is_given(schedule, bars, slot)``, which waits until the slot of the pipeline ``facts``
+    is full.
+
+    The result says whether the slot contains a work tile.
+    """
     wait = make_wait(facts)
 
     def is_given(schedule, bars, slot):
@@ -146,7 +179,11 @@ def _make_is_given(facts):
 
 @part
 def make_take_columns(spec):
-    """``take_columns(schedule, bars, slot)``: ``columns_of`` the work tile; releases the slot."""
+    """Make ``take_columns(schedule, bars, slot)``, by which the loader of K and V reads a work
+    tile.
+
+    The result is that of ``columns_of``. The loader then releases its part of the slot.
+    """
     read_work_tile, columns_of = make_read_work_tile(spec), make_columns_of(spec)
     release_alone = make_release_alone(spec.pipelines.q)
 
@@ -160,7 +197,12 @@ def make_take_columns(spec):
 
 @part
 def make_next_number(spec):
-    """``next_number(schedule, n)``: the number of this block's work tile after number n."""
+    """Make ``next_number(schedule, n)``, which returns the number of this block's work tile after
+    number n.
+
+    Normally it takes the next number from the counter in global memory. Without the measure
+    "counter" it adds the number of blocks to n.
+    """
     counts = spec.counts_tiles
 
     def following(schedule, n):
@@ -174,8 +216,11 @@ def make_next_number(spec):
 
 @part
 def make_columns_of(spec):
-    """``columns_of(schedule, work)``: a work tile's first row, its head, the first column tile of
-    its share of the columns, and one past the share's last column.
+    """Make ``columns_of(schedule, work)``, which returns the position and the columns of a
+    ``WorkTile``.
+
+    The result is the first row, the ``Head``, the first visited column, and one past the last
+    column. With key splits, the columns are those of the work tile's split.
     """
     lengths, column_range = make_lengths(spec), make_column_range(spec)
     share_of_columns, rows = make_share_of_columns(spec), spec.head_rows
@@ -195,8 +240,11 @@ def make_columns_of(spec):
 
 @part
 def make_take(spec):
-    """``take(schedule, stage)``: a slot's work tile, Nq and Nk, the first column tile and the end
-    of ``columns_of`` it, and its K/V head: plain numbers, which a consumer's loops carry.
+    """Make ``take(schedule, stage)``, by which a consumer reads the work tile of the slot number
+    ``stage``.
+
+    The result is the ``WorkTile``, Nq, Nk, the first visited column, one past the last column, and
+    the K/V head. They are separate numbers because the consumer's loop carries them.
     """
     read_work_tile, columns_of = make_read_work_tile(spec), make_columns_of(spec)
 
@@ -210,8 +258,13 @@ def make_take(spec):
 
 @part
 def make_begins_next(spec):
-    """``begins_next(schedule, bars, slot)``: whether ``pingpong.begin_last`` is to begin the first
-    S of the next work tile, which is in this slot: the spec does so, and it has columns.
+    """Make ``begins_next(schedule, bars, slot)``, which says whether to begin the next work tile
+    early.
+
+    ``slot`` contains the next work tile. If the result is true, ``pingpong.begin_last`` begins the
+    next work tile's first S together with the last P V of the current one. This requires that the
+    spec allows it (``spec.begins_next``), that there is a next work tile, and that it visits a
+    column tile.
     """
     ahead, columns_of = spec.begins_next, make_columns_of(spec)
     wait, read_work_tile = make_wait(spec.pipelines.q), make_read_work_tile(spec)
@@ -232,8 +285,12 @@ def make_begins_next(spec):
 
 @part
 def make_name_next(spec):
-    """``name_next(schedule, bars, slot, j0, j_end, i0, head)``: with a block mask who loads Kj
-    writes, to the word of its slot, the column tile after it and the state of its own block.
+    """Make ``name_next(schedule, bars, slot, j0, j_end, i0, head)``, by which the loader of K
+    leaves a word.
+
+    With a block mask, it waits until the slot of K is empty. It then writes to the slot's word the
+    column tile that comes after j0, and the state of the block of the tile (i0, j0). Without a
+    block mask it does nothing.
     """
     Bc, named, first = spec.Bc, spec.slots_name_next, WORK_WORDS * spec.q_stages
     next_column, word = make_next_column(spec), make_word(spec)
@@ -252,8 +309,12 @@ def make_name_next(spec):
 
 @part
 def make_look_ahead(spec):
-    """``look_ahead(rBS, schedule, stage, j0)``: for ``step`` the column tile after the one at j0,
-    where K's slot names it, and in rBS the state of that at j0; else j0.
+    """Make ``look_ahead(rBS, schedule, stage, j0)``, by which a consumer reads the word of K's slot
+    ``stage``.
+
+    With a block mask, the result is the column tile that comes after j0, and ``rBS[0]`` gets the
+    state of the tile's block if a ``mask_mod`` needs it. Otherwise the result is j0. ``step``
+    computes the next column tile from the result.
     """
     named, first, read = spec.slots_name_next, WORK_WORDS * spec.q_stages, make_read_word(spec)
 
@@ -267,7 +328,9 @@ def make_look_ahead(spec):
 
 @part
 def make_step(spec):
-    """``step(ahead)``: the next column tile, of what ``look_ahead`` gave."""
+    """Make ``step(ahead)``, which returns the next column tile, where ``ahead`` is the result of
+    ``look_ahead``.
+    """
     Bc, named = spec.Bc, spec.slots_name_next
 
     def step(ahead):
@@ -280,8 +343,11 @@ def make_step(spec):
 
 @part
 def make_is_long(spec):
-    """``is_long(j0, j_end, i0, head)``: whether it is too early to take the next work tile: whether
-    a column tile LAST_TILES or more behind the one at j0 is visited.
+    """Make ``is_long(j0, j_end, i0, head)``, which says whether it is too early to take the next
+    work tile.
+
+    This is so if the row tile i0 still visits a column tile that is LAST_TILES or more tiles after
+    j0. Without the measure "late" the result is false.
     """
     soon = LAST_TILES * spec.Bc if spec.takes_late else 1 << 31  # beyond all columns: never
     next_column = make_next_column(spec)
@@ -294,8 +360,11 @@ def make_is_long(spec):
 
 @part
 def make_wait_late(spec):
-    """``wait_late(bars, late, j0, j_end, i0, head)``: who loads Q waits until it is time to take
-    the next work tile, in phase ``late``; gives the phase of the next such wait.
+    """Make ``wait_late(bars, late, j0, j_end, i0, head)``, by which the loader of Q waits before
+    the next work tile.
+
+    It waits in phase ``late`` until the loader of K calls ``commit_late``. If the work tile is
+    short, it does not wait. The result is the phase for the next wait.
     """
     is_long, wait = make_is_long(spec), make_wait(spec.pipelines.late)
 
@@ -310,8 +379,11 @@ def make_wait_late(spec):
 
 @part
 def make_commit_late(spec):
-    """``commit_late(bars, waits, j0, j_end, i0, head)``: who loads K ends ``wait_late``, if that
-    still ``waits``, once the column tile at j0 is late enough; gives whether it waits on.
+    """Make ``commit_late(bars, waits, j0, j_end, i0, head)``, by which the loader of K ends
+    ``wait_late``.
+
+    ``waits`` says whether the loader of Q still waits. The wait ends once few enough column tiles
+    come after j0. The result says whether the loader of Q still waits after this call.
     """
     is_long, commit = make_is_long(spec), make_commit(spec.pipelines.late)
 
@@ -326,7 +398,11 @@ def make_commit_late(spec):
 
 @part
 def make_commit_at_last(spec):
-    """``commit_at_last(bars, waits)``: ends ``wait_late`` behind the last tile of a block mask."""
+    """Make ``commit_at_last(bars, waits)``, by which the loader of K ends ``wait_late`` after its
+    last column tile.
+
+    Only a block mask can make this necessary.
+    """
     sparse, commit = spec.features.sparse, make_commit(spec.pipelines.late)
 
     def commit_at_last(bars, waits):
@@ -338,8 +414,10 @@ def make_commit_at_last(spec):
 
 @part
 def _make_row_tiles(spec):
-    """``row_tiles(shape, options)``: how many work tiles a Q of this shape has in all: row tiles,
-    each as often as its columns are split.
+    """Make ``row_tiles(shape, options)``, which returns the number of work tiles for a Q of this
+    shape.
+
+    The number is the number of row tiles, multiplied by the number of key splits.
     """
     head_tiles, of_tile, splits = _make_head_tiles(spec), spec.tile_heads, spec.features.splits
 
@@ -357,8 +435,8 @@ def _make_row_tiles(spec):
 
 @part
 def _make_tile_of(spec):
-    """``tile_of(n, options)``: the number of the row tile that work tile n is of, and which share
-    of its columns that is.
+    """Make ``tile_of(n, options)``, which returns the row tile and the key split of work tile
+    number n.
     """
     splits = spec.features.splits
 
@@ -373,9 +451,12 @@ def _make_tile_of(spec):
 
 @part
 def _make_head_tiles(spec):
-    """``head_tiles(rows, options)``: row tiles of a head. Packed sequence number b has its first at
-    t + b, where row tile t of all rows, cut without regard to sequences, is the one that it begins
-    in: nobody counts the tiles before. The last tile of each may be empty.
+    """Make ``head_tiles(rows, options)``, which returns the number of row tiles of a head.
+
+    For packed sequences, ``rows`` counts the rows of all sequences, and the number is an upper
+    bound: some row tiles are empty. Sequence number b begins with row tile t + b, where t is the
+    number of its first row divided by the rows of a tile. With this rule, nobody has to count the
+    tiles of earlier sequences.
     """
     rows_of_tile, packed = spec.head_rows, spec.features.packed
 
@@ -390,8 +471,11 @@ def _make_head_tiles(spec):
 
 @part
 def sequence_tile_of(rows_of_tile, keys=False):
-    """``sequence_tile(i, options)``: the first row, and the sequence, of a head's tile i of so many
-    rows of Q, or with ``keys`` of K.
+    """Make ``sequence_tile(i, options)``, which finds row tile number i of packed sequences.
+
+    The result is the first row of the tile within its sequence, and the number of the sequence. A
+    tile has ``rows_of_tile`` rows. With ``keys``, the tiles are column tiles, and their rows are
+    rows of K. The numbers of tiles follow the rule of ``_make_head_tiles``.
     """
 
     @device_function
@@ -417,11 +501,13 @@ def sequence_tile_of(rows_of_tile, keys=False):
 
 @part
 def _make_row_tile(spec):
-    """``row_tile(n, q_shape, k_shape, options)``: the first row, head and batch entry of row tile
-    number n; where heads share a tile, for the head the number of their group.
+    """Make ``row_tile(n, q_shape, k_shape, options)``, which returns the position of row tile
+    number n.
 
-    As many heads as have K and V in the L2 cache together (TOGETHER) go side by side, of these the
-    row tiles with most columns first: a shorter tail.
+    The result is the first row, the head and the batch entry. If several heads share a tile, the
+    head is the number of their group. Consecutive numbers belong to different heads: as many heads
+    as have K and V of TOGETHER bytes in all, so that L2 can hold them. Among these heads, the row
+    tiles with the most columns come first, so that the last work tiles are short.
     """
     rows_of_tile, of_tile, pair_bytes = (
         spec.head_rows,

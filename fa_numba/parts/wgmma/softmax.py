@@ -1,4 +1,7 @@
-"""The online softmax on Hopper's tensor cores; one of its own lets S leave registers for P."""
+"""The online softmax on Hopper's tensor cores.
+
+FA-1 uses ``online_to_p``, which stores P in 16 bits so that the registers of S become free.
+"""
 
 from fa_numba.device import cuda, float32
 from fa_numba.intrinsics.arithmetic import NEG_INF, exp2
@@ -15,11 +18,13 @@ from fa_numba.parts.wgmma.products import make_round_pair
 
 @part
 def make_online_to_p(spec):
-    """``online_to_p(rP, rS, scale, rm, rl, rf)``: ``online``, but P goes to rP, in 16 bits, and rf
-    is l exp(m - m_new), by which FlashAttention-1 multiplies the O that it has normalised.
+    """Make ``online_to_p(rP, rS, scale, rm, rl, rf)``, one step of FA-1's online softmax.
 
-    All maxima come first: then a few columns of all rows at a time leave S for P, from the last on,
-    where ptxas finds a place for all of P.
+    It differs from ``online`` in two results. P goes to rP in 16 bits. rf is l exp(m - m_new), by
+    which FlashAttention-1 multiplies its normalised O.
+
+    The maxima of all rows come first. Then P is computed for two columns of all rows at a time,
+    from the last columns to the first. In this order, ptxas finds registers for all of P.
     """
     TM, TN, TX, folds = spec.TM, spec.TN, spec.tx_count, spec.folds_scale
     row_maximum, round_pair = make_row_maximum(spec), make_round_pair(spec)

@@ -1,5 +1,7 @@
-"""Backward beyond d = 128 on Hopper's tensor cores: one consumer makes S, P and dV, the other dP,
-dS and dK, and S passes between them through shared memory.
+"""Parts of the backward pass for head dimensions above 128 on Hopper.
+
+One consumer computes S, P and dV, and the other computes dP, dS and dK. S passes from the first to
+the second through shared memory.
 """
 
 from functools import cache
@@ -15,8 +17,8 @@ from fa_numba.tiling.wgmma import GROUP
 
 @part
 def make_wide_shared_memory(spec):
-    """``wide_shared_memory()``: Kj and Vj, slots of Q, dO and S, L and D, the words of the key
-    tile, and the barriers.
+    """Make ``wide_shared_memory()``, which returns the kernel's shared memory as a ``WideShared``
+    record.
     """
     (NQ, _, NS), NK = spec.tile_halves, spec.column_halves
     AT_Q, AT_DO, AT_S, AT_L, AT_BARRIERS = spec.offsets
@@ -36,7 +38,7 @@ def make_wide_shared_memory(spec):
 
 @part
 def make_start_column(spec):
-    """``start_column(rT)``: dK = 0, or dV = 0."""
+    """Make ``start_column(rT)``, which sets dK = 0, or dV = 0, in registers."""
     RK = spec.column_registers
 
     def start_column(rT):
@@ -48,14 +50,19 @@ def make_start_column(spec):
 
 @cache
 def make_wait_column(spec):
-    """``wait_column(rT)``: dK, or dV, is there; one product more may be on its way."""
+    """Make ``wait_column(rT)``, which waits until dK, or dV, is in the registers rT.
+
+    One product that was begun after it may still be running.
+    """
     return wait_for(spec.column_registers, 1)
 
 
 @part
 def make_store_scores(spec):
-    """``store_scores(sS, at, rS)``: this thread's part of ST, for the one that has the same part in
-    the other consumer.
+    """Make ``store_scores(sS, at, rS)``, which stores this thread's part of ST in shared memory.
+
+    The slot begins at element ``at`` of sS. The thread at the same position in the other consumer
+    reads it.
     """
     RS = spec.TM * spec.TN
 
@@ -70,7 +77,9 @@ def make_store_scores(spec):
 
 @part
 def make_give_scores(spec):
-    """``give_scores(shared, at, stage, rS)``: ``store_scores``, which fills a slot."""
+    """Make ``give_scores(shared, at, stage, rS)``, which stores ST as ``store_scores`` and marks
+    the slot as full.
+    """
     store_scores, full = make_store_scores(spec), spec.pipelines.s.full
 
     def give_scores(shared, at, stage, rS):
@@ -82,7 +91,9 @@ def make_give_scores(spec):
 
 @part
 def make_take_scores(spec):
-    """``take_scores(rS, sS, at)``: what ``store_scores`` stored."""
+    """Make ``take_scores(rS, sS, at)``, which reads the part of ST that ``store_scores`` has
+    stored.
+    """
     RS = spec.TM * spec.TN
 
     def take_scores(rS, sS, at):
