@@ -1,9 +1,14 @@
-"""One algorithm a file: on CUDA cores (``simt``), on tensor cores (``mma``) and on Hopper's
+"""Kernels, one algorithm per file: on CUDA cores (``simt``), tensor cores (``mma``) and Hopper
 (``wgmma``).
 
-Comments name the paper's line at each step. ``Alg. 1 line 8`` is of the file's own paper.
-``FA-1 line 9, FA-2 line 8`` is a step that both orders take and both files have: in the forward
-pass of Algorithm 1 of either paper, in the backward pass of Algorithm 4 of FlashAttention's and
-Algorithm 2 of FlashAttention-2's. So ``diff`` of two files shows what the second paper changed.
-``load.q(...)`` is what ``make_q(spec)`` of the unit's ``parts/<unit>/load.py`` makes.
+Comments name the line of the paper's algorithm at each step:
+
+- ``Alg. 1 line 8`` is a line of the algorithm that the file's own paper contains.
+- ``FA-1 line 9, FA-2 line 8`` is a step that both loop orders have, so that both files contain the
+  same comment. In the forward pass the lines are those of Algorithm 1 of each paper. In the
+  backward pass they are those of Algorithm 4 of the FlashAttention paper, and of Algorithm 2 of the
+  FlashAttention-2 paper.
+
+A ``diff`` of the two files of a pass therefore shows what the second paper changed. In a kernel,
+``load.q(...)`` calls the device function that ``make_q(spec)`` in ``parts/<unit>/load.py`` returns.
 """

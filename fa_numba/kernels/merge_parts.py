@@ -1,29 +1,34 @@
-"""Two parts of one result, of columns apart, made one: where the parts of a sequence meet.
+"""Kernels that combine two partial attention results over different columns into one result.
 
-Attention of the same rows of Q over two sets of columns leaves O_x, L_x and O_y, L_y, each divided
-by its own sum, L its logarithm. Over both sets (arXiv 2205.14135, Algorithm 1, lines 11 and 12,
-with the logsumexp in the place of m and l):
+Attention of the same rows of Q over two sets of columns gives O_x, L_x and O_y, L_y. Each O is
+divided by its own softmax sum, and L is the logarithm of this sum. The result over both sets is
+computed in float32 (arXiv 2205.14135, Algorithm 1, lines 11 and 12, with the logsumexp in the place
+of m and l):
 
     m = max(L_x, L_y)
     l = e^(L_x - m) + e^(L_y - m)
     O = (e^(L_x - m) O_x + e^(L_y - m) O_y) / l
     L = m + log l
 
-in float32. A row that has seen no column has L = -inf and counts for nothing. Gradients of q, or of
-k and v, are sums over sets of columns, or of rows, without a weight: ``make_add``.
+A row that has seen no column has L = -inf, and its O is ignored. Gradients of q are sums over sets
+of columns, and gradients of k and v are sums over sets of rows. They need no weights
+(``make_add``).
 
-The result may take the place of O_x; each may be of 16 bits or float32. A thread takes eight
-neighbours of a row, or one where rows do not start at 16-byte addresses.
+The result may overwrite O_x. Each array can be in 16 bits or float32. A thread computes w = 8
+neighbouring elements of a row. If d is not a multiple of 8, or rows do not start at 16-byte
+addresses, w is 1.
 
-Gradients of a loss on O and L by a part's O_y and L_y (``make_merge_backward``):
+The gradients of a loss with respect to a part's O_y and L_y are (``make_merge_backward``):
 
     P = e^(L_y - L)
     dO_y = P dO
     dL_y = P (rowsum(dO o (O_y - O)) + dL)
 
-Accesses, elements per head:  loads 2 N d + 2 N d / w, stores N d + N, of w elements a thread;
-adding loads 2 N d, stores N d. Backward, for each part, with t threads a row: loads 3 N d + 2 N t,
-stores N d + N.
+Accesses, elements per head, with t threads per row in the backward pass:
+
+    merging              loads 2 N d + 2 N d / w, stores N d + N
+    adding               loads 2 N d, stores N d
+    backward, each part  loads 3 N d + 2 N t, stores N d + N
 """
 
 from functools import cache
@@ -46,8 +51,10 @@ WIDE = 8
 
 @cache
 def make_merge(head_dim, x_dtype, y_dtype, out_dtype, aligned, features=PLAIN):
-    """The kernel for O and L; launched over (``blocks``, H, B) blocks. With ``q_lens`` among the
-    ``features`` Y counts for nothing in rows that a batch entry does not have.
+    """Return the kernel that computes O and L. The grid is (``blocks``, H, B).
+
+    With ``q_lens`` among the ``features``, Y is ignored in rows past the valid length of a batch
+    entry.
     """
     width = width_of(head_dim, aligned)
     pieces, add = head_dim // width, _add_weighted(x_dtype, y_dtype, out_dtype, width)
@@ -87,7 +94,7 @@ def make_merge(head_dim, x_dtype, y_dtype, out_dtype, aligned, features=PLAIN):
 
 @cache
 def make_add(head_dim, x_dtype, y_dtype, aligned):
-    """The kernel for gradients, X += Y; launched over (``blocks``, H, B) blocks."""
+    """Return the kernel that adds gradients, X += Y. The grid is (``blocks``, H, B)."""
     width = width_of(head_dim, aligned)
     pieces, add = head_dim // width, _add_weighted(x_dtype, y_dtype, x_dtype, width)
 
@@ -105,8 +112,10 @@ def make_add(head_dim, x_dtype, y_dtype, aligned):
 
 @cache
 def make_merge_backward(head_dim, dtype, dlse, aligned):
-    """The kernel for the gradients of one part, with a gradient of L if ``dlse``; launched over
-    (``row_blocks``, H, B) blocks.
+    """Return the kernel that computes the gradients of one part. The grid is (``row_blocks``, H,
+    B).
+
+    ``dlse`` says whether the loss has a gradient of L.
     """
     width, T = width_of(head_dim, aligned), row_threads(head_dim, aligned)
     ROWS, weight = THREADS // T, _weight_gradient(dtype, width)
@@ -139,33 +148,38 @@ def make_merge_backward(head_dim, dtype, dlse, aligned):
 
 
 def row_threads(head_dim, aligned):
-    """Threads that share a row in ``make_merge_backward``, a power of two."""
+    """Return the number of threads that share a row in ``make_merge_backward``, a power of two."""
     pieces = ceil_div(head_dim, width_of(head_dim, aligned))
     return min(32, 1 << (pieces - 1).bit_length())
 
 
 def row_blocks(rows, head_dim, aligned):
-    """Thread blocks for so many rows of a head there."""
+    """Return the number of thread blocks for ``rows`` rows of a head in ``make_merge_backward``."""
     return ceil_div(rows * row_threads(head_dim, aligned), THREADS)
 
 
 def width_of(head_dim, aligned):
-    """Elements that a thread takes."""
+    """Return the number of neighbouring elements that a thread computes: 8, or 1 if 8 is not
+    possible.
+    """
     return WIDE if aligned and head_dim % WIDE == 0 else 1
 
 
 def blocks(rows, head_dim, aligned):
-    """Thread blocks for so many rows of a head."""
+    """Return the number of thread blocks for ``rows`` rows of a head in ``make_merge`` and
+    ``make_add``.
+    """
     return ceil_div(rows * (head_dim // width_of(head_dim, aligned)), THREADS)
 
 
 def _matrix(dtype):
+    """Return the Numba type of a 4-D array of this dtype. Elements of 16-bit dtypes are uint16."""
     return array_type(4, types.uint16 if DTYPES[dtype].matrix else types.float32)
 
 
 @device_function
 def _share(f, x):
-    """f x, and 0 of any x without a weight, NaN too."""
+    """Return f x, or 0 if f is 0, even if x is NaN."""
     share = f * x
     if f == float32(0.0):
         share = float32(0.0)
@@ -173,7 +187,9 @@ def _share(f, x):
 
 
 def _add_weighted(x_dtype, y_dtype, out_dtype, width):
-    """``add(O, X, Y, row, col, f, g)``: O = f X + g Y in ``width`` neighbours."""
+    """Make ``add(O, X, Y, row, col, f, g)``, which computes O = f X + g Y in ``width`` neighbouring
+    elements.
+    """
     if width == 1:
         read_x, read_y, write = _read_one(x_dtype), _read_one(y_dtype), _write_one(out_dtype)
 
@@ -203,8 +219,10 @@ def _add_weighted(x_dtype, y_dtype, out_dtype, width):
 
 
 def _weight_gradient(dtype, width):
-    """``weight(dY, dO, O, Y, row, col, P)``: dY = P dO in ``width`` neighbours; gives the sum of
-    dO o (Y - O) over them.
+    """Make ``weight(dY, dO, O, Y, row, col, P)``, which writes dY = P dO in ``width`` neighbouring
+    elements.
+
+    The result is the sum of dO o (Y - O) over these elements.
     """
     if width == 1:
         read, write = _read_one(dtype), _write_one(dtype)
@@ -236,6 +254,7 @@ def _weight_gradient(dtype, width):
 
 @cache
 def _read_one(dtype):
+    """Make a device function that reads one element of a row as float32."""
     if not DTYPES[dtype].matrix:
 
         @device_function
@@ -254,6 +273,7 @@ def _read_one(dtype):
 
 @cache
 def _write_one(dtype):
+    """Make a device function that rounds one float32 element and writes it to a row."""
     if not DTYPES[dtype].matrix:
 
         @device_function
@@ -272,6 +292,7 @@ def _write_one(dtype):
 
 @cache
 def _read_wide(dtype):
+    """Make a device function that reads eight neighbouring elements of a row as float32."""
     if not DTYPES[dtype].matrix:
 
         @device_function
@@ -293,6 +314,7 @@ def _read_wide(dtype):
 
 @cache
 def _write_wide(dtype):
+    """Make a device function that rounds eight float32 elements and writes them to a row."""
     if not DTYPES[dtype].matrix:
 
         @device_function

@@ -1,18 +1,19 @@
-"""What blocks that share the columns of a row tile leave, merged (Flash-Decoding; Dao, Haziza,
-Massa and Sizov 2023, https://pytorch.org/blog/flash-decoding).
+"""The kernel that merges the key splits of a row tile (Flash-Decoding; Dao, Haziza, Massa and Sizov
+2023, https://pytorch.org/blog/flash-decoding).
 
-FlashAttention-2's forward pass with ``kv_splits`` is a third loop order, columns in parallel too:
-split s leaves m_s, l_s and O_s, not yet divided by l_s, of its own columns. Their logsumexp is that
-of the whole row, by the step of Algorithm 1 between two column tiles (lines 9 and 10):
+FlashAttention-2's forward pass with ``kv_splits`` is a third loop order: the columns are divided
+among thread blocks too. Split s stores m_s, l_s and O_s of its own columns. O_s is not yet divided
+by l_s. The result of the complete row follows from the step of Algorithm 1 between two column tiles
+(lines 9 and 10):
 
     m = max_s m_s
     l = sum_s e^(m_s - m) l_s
     O = sum_s e^(m_s - m) O_s / l
     L = m + log l
 
-A warp takes a row, or eight take one that has many splits, and the sums have one order. A split
-that no column of the row is in has m_s = -inf and l_s = 0, and its O_s, which may be NaN where V
-is, counts for nothing. m is in units of log2.
+One warp merges a row. If there are many splits, eight warps share a row. The sums have a fixed
+order. A split without a visible column of the row has m_s = -inf and l_s = 0. Its O_s can be NaN if
+V contains NaN, and is ignored. m is in units of log2.
 
 Accesses, elements per head:  loads splits (Nq d + 2 Nq), stores Nq d + Nq.
 """
@@ -41,7 +42,7 @@ FEW_SPLITS = 8
 
 
 class MergeFacts(NamedTuple):
-    """What the kernel is compiled for: ``row_warps`` of a block's eight share a row."""
+    """What the kernel is compiled for. ``row_warps`` of a block's eight warps share a row."""
 
     features: Features
     head_dim: int
@@ -52,13 +53,15 @@ class MergeFacts(NamedTuple):
 
     @property
     def d_v(self) -> int:
-        """Columns of a row of O, by the name that it has in a ``Spec``."""
+        """Number of columns of O. A ``Spec`` has this name for it too."""
         return self.head_dim
 
 
 @cache
 def make_merge(facts):
-    """The kernel for ``facts``; launched over (rows / (8 / row_warps), Hq, B) blocks."""
+    """Return the kernel for ``facts``. The grid is (rows / (8 / row_warps), query heads, batch
+    entries).
+    """
     grid, pairs = bind(
         facts, grid_parts, fragments.pairs if DTYPES[facts.dtype].matrix else simt.epilogue
     )

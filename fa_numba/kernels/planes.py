@@ -1,15 +1,18 @@
-"""Float32 matrices as sums of 16-bit ones, for products on tensor cores
-(``parts.fragments.planes``).
+"""Kernels that split float32 matrices into planes, for products on tensor cores.
 
-Each row of X becomes one of ``columns`` elements a plane, the planes side by side, zeros behind the
-head dimension. float16 has less range than float32, so that there X is multiplied by a power of two
-first, one for each head, which makes its largest element 2^13 to 2^14: elements down to 2^-16 of
-that keep 22 bits, and smaller ones are off by 2^-38 of it at most. Elements that are inf or NaN are
-not asked how large they are.
+A plane is one of several 16-bit matrices whose sum approximates a float32 matrix
+(``parts.fragments.planes``). A row of X becomes a row that contains all planes one after the other.
+Each plane has ``columns`` elements. Elements past the head dimension are 0.
 
-A warp takes rows. ``M`` has the largest element that each of WARPS_OF_HEAD warps has seen.
+float16 has a smaller range than float32. For planes in float16, X is therefore multiplied by a
+power of two first, one for each head. The largest element is then from 2^13 to 2^14. Elements down
+to 2^-16 of the largest element keep 22 bits. The error of smaller elements is at most 2^-38 of the
+largest element. Elements that are inf or NaN are ignored when the largest element is determined.
 
-Accesses, elements per head:  loads N d, where scaled twice; stores N planes columns.
+A warp splits several rows. The array ``M`` contains the largest element that each of WARPS_OF_HEAD
+warps has found.
+
+Accesses, elements per head:  loads N d, twice if the planes are scaled; stores N planes columns.
 """
 
 from functools import cache
@@ -35,8 +38,10 @@ WARPS_OF_HEAD = 128
 
 
 class PlaneFacts(NamedTuple):
-    """What the kernels are compiled for: ``features`` say which rows there are, of K or V with
-    ``keys``; planes have so many ``columns``.
+    """What the kernels are compiled for.
+
+    ``features`` contain the lengths of the rows. ``keys`` says whether the array is K or V. Each
+    plane has ``columns`` columns.
     """
 
     features: Features
@@ -49,6 +54,9 @@ class PlaneFacts(NamedTuple):
 
 @part
 def _make_rows_end(facts):
+    """Make ``rows_end(head)``, which returns the number of valid rows: Nk for K and V, otherwise
+    Nq.
+    """
     keys = facts.keys
 
     def rows_end(head):
@@ -59,7 +67,11 @@ def _make_rows_end(facts):
 
 @part
 def _make_read_rows(facts):
-    """``read_rows(rX, X, row0, rows_end)``: a lane's pairs of ROWS rows, zeros behind their end."""
+    """Make ``read_rows(rX, X, row0, rows_end)``, which reads a lane's pairs of elements of ROWS
+    rows.
+
+    ``rX`` are registers. Rows at or past ``rows_end`` become 0.
+    """
     d, PAIRS, aligned = facts.head_dim, ceil_div(facts.head_dim, 64), facts.aligned
     read_floats = make_read_floats(facts)
 
@@ -85,8 +97,9 @@ def _make_read_rows(facts):
 
 @cache
 def make_largest(facts):
-    """M = the largest |x| of what each warp has of a head; over (WARPS_OF_HEAD / WARPS, H, B)
-    blocks.
+    """Return the kernel that computes M, the largest |x| that each warp finds in a head.
+
+    The grid is (WARPS_OF_HEAD / WARPS, H, B).
     """
     (grid,) = bind(facts, grid_parts)
     RX, STEP = ROWS * 2 * ceil_div(facts.head_dim, 64), ROWS * WARPS_OF_HEAD
@@ -117,8 +130,10 @@ def make_largest(facts):
 
 @cache
 def make_split_rows(facts):
-    """``planes`` of X, and of each head the ``power`` of two that they are to be multiplied by,
-    where they are scaled; over (N / (ROWS WARPS), H, B) blocks.
+    """Return the kernel that computes the ``planes`` of X. The grid is (N / (ROWS WARPS), H, B).
+
+    If planes are scaled, the kernel also computes ``power``: for each head, the power of two that
+    undoes the scaling.
     """
     (grid,) = bind(facts, grid_parts)
     precision = PRECISIONS[facts.precision]
@@ -160,8 +175,11 @@ def make_split_rows(facts):
 
 @cache
 def make_row_sums(facts, d_v):
-    """D = rowsum(X o O), X being dO, less dL, and A = 0; over (N / 4, H, B) blocks: Alg. 2, lines 3
-    and 4 of FlashAttention-2, where dO in planes has a name of its own. A warp takes a row.
+    """Return the kernel that computes D = rowsum(X o O) - dL and A = 0. The grid is (N / 4, H, B).
+
+    X is dO in float32. These are lines 3 and 4 of FlashAttention-2's Algorithm 2. D is without dL
+    if the loss has no gradient of L. A warp computes one row. The argument has the name X because
+    ``dO`` is the name of dO's planes.
     """
     grid, gradients = bind(facts, grid_parts, gradient_parts)
     d, most = facts.head_dim, max(facts.head_dim, d_v)

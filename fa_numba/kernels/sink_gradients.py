@@ -1,13 +1,15 @@
-"""The gradient of the sinks, a logit s that each row of a head has beside its scores, and no value.
+"""The kernel that computes the gradient of the sinks.
 
-s has the share e^(s - L) of a row's sum. Its value being 0, it is to dO what a column with dP = 0
-is: dS = P o (dP - D), with D = rowsum(dO o O), less a gradient of L, of Algorithm 2 line 4:
+A sink is a logit s per head that is included in the softmax sum of each row, and has no value. The
+share of s in a row's sum is e^(s - L). Since s has no value, its dP is 0. From dS = P o (dP - D)
+follows the gradient of s:
 
     ds = - sum e^(s - L) D
 
-over the rows of a head and of all batch entries. A block takes a head, and the sum has one order.
+The sum is over the rows of a head in all batch entries. D is rowsum(dO o O) minus the gradient of
+L, from line 4 of Algorithm 2. A block computes one head, and the sum has a fixed order.
 
-Accesses, elements per head:  loads 2 Nq, and 1 is stored for all batch entries.
+Accesses, elements per head:  loads 2 Nq. One element is stored for all batch entries.
 """
 
 from functools import cache
@@ -26,7 +28,7 @@ WARPS = 16
 
 @cache
 def make_sink_gradients(features):
-    """The kernel; launched over (Hq, 1, 1) blocks."""
+    """Return the kernel. The grid is (query heads, 1, 1)."""
     (grid,) = bind(RowFacts(features), grid_parts)
     THREADS = 32 * WARPS
     rows = array_type(3)

@@ -74,11 +74,13 @@ def plan_of(arch, d, *options, heads=(1, 1), Nq=N, Nk=N, unit="simt", **how):
         how |= ARGUMENTS.get(option, {}) | sizes.get(option, {})
     if "packed" in options:
         shapes = (Nq, Hq, d), (Nk, Hk, d)
-    planned, aligned = planning.plan_of, "unaligned" not in options
+    planned, aligned = planning.plan_of_attention, "unaligned" not in options
     with (
         planning_for(CAPABILITY[arch][:2], SHARED[arch]),
         mock.patch.object(
-            planning, "plan_of", lambda p, choices, _, mask: planned(p, choices, aligned, mask)
+            planning,
+            "plan_of_attention",
+            lambda p, choices, _, mask: planned(p, choices, aligned, mask),
         ),
     ):
         plan = fa_numba.plan(*shapes, **how)

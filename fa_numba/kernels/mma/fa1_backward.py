@@ -1,7 +1,7 @@
 """FlashAttention-1, backward: K/V outer, Q inner (arXiv 2205.14135, Algorithm 4), on tensor cores.
 
-One thread block takes one (batch, K/V head): both loops. P is recomputed from L (l and m in one),
-D in every pass, and dQ goes through global memory in every pass: in float32 (``A``) until the last.
+One thread block computes one (batch entry, K/V head): both loops. Every pass computes D again and
+moves dQ through global memory: in float32 (``A``) until the last pass. Details: at the end.
 """
 
 from functools import cache
@@ -15,7 +15,7 @@ from fa_numba.parts.records import Tile
 
 @cache
 def make_backward(spec):
-    """The kernel for ``spec``; launched over (query splits, Hk, B) blocks."""
+    """Return the kernel for ``spec``. The grid is (query splits, K/V heads, batch entries)."""
     grid, visits, load = bind(spec, mma.grid, mma.visits, mma.load)
     row_tiles, products, scores = bind(spec, mma.row_tiles, mma.products, mma.scores)
     softmax, gradients = bind(spec, mma.softmax, mma.gradients)
@@ -144,19 +144,27 @@ def make_backward(spec):
 
 
 __doc__ = f"""{__doc__ or ""}
-Warps share a tile as in FlashAttention-2's backward pass. With query splits several blocks share a
-head, each with its own rows of Q, and sum dK and dV in float32 by atomic adds, in no fixed order; a
-kernel of its own rounds them.
+P is computed again from L = m + log l, which replaces l and m. The warps share a tile as in
+FlashAttention-2's backward pass. With query splits, several blocks share a head, and each has its
+own rows of Q. They add dK and dV in float32 atomically, in no fixed order, and a separate kernel
+rounds the sums.
 
 Shared memory, 16-bit elements:  2 (3 Br + Bc) d + U Bc (Br + 8) + 8 Br
-    U = 1 up to d = 64, else 2; d rounded up to a multiple of 16 U
+    U = 1 up to d = 64, else 2; d is rounded up to a multiple of 16 U
     in bytes at the default tiles:  111104 (d=64, 32 x 256), 201728 (d=128, 64 x 128), 174592
     (d=256, 32 x 64)
-Accesses, elements per head:  loads 2 Nk d + Tc (3 Nq d + Nq) + (Tc - 1) Nq d,
-    stores 2 Nk d + Tc Nq d; with a causal mask only the row tiles that see column tile j. The
-    first pass knows line 5's dQ = 0 and does not read it; it takes all row tiles. With a window
-    or q_lens it is like the others, after 2 Nq d stores of line 5; with a block mask a row tile's
-    first visit does not read dQ, and line 5 is carried out, in dQ alone, of rows without one. Each
-    query split loads K and V and adds to dK and dV, Nk d each, and rounding these takes 2 Nk d
-    loads and as many stores.
+
+Accesses, elements per head:
+    loads   2 Nk d + Tc (3 Nq d + Nq) + (Tc - 1) Nq d
+    stores  2 Nk d + Tc Nq d
+
+With a causal mask, a pass visits only the row tiles that see column tile j. Each query split loads
+K and V, and adds Nk d elements to dK and as many to dV. Rounding these sums takes 2 Nk d loads and
+2 Nk d stores. Line 5 of the algorithm sets dQ = 0:
+
+    case              where line 5 is carried out
+    normally          in the first pass, which visits all row tiles and does not read dQ
+    window, q_lens    before the passes, in A and in dQ, with 2 Nq d stores; all passes read A
+    block mask        in the first visit of each row tile, which does not read A, and before the
+                      passes, only in dQ, in row tiles that no column tile visits
 """

@@ -1,9 +1,9 @@
 """FlashAttention-1, forward: K/V outer, Q inner (arXiv 2205.14135, Algorithm 1), on tensor cores.
 
-One thread block takes one (batch, head): both loops run inside it. O, l and m pass through global
-memory in every pass over K/V, and O is normalised each time: in float32 (``A``) until a row tile's
-last pass rounds it to O, as the released code did. ``query_splits`` as on CUDA cores.
-Units of m, warps, shared memory and accesses: at the end.
+One thread block computes one (batch entry, head): both loops run inside it. O, l and m pass through
+global memory in every pass over K/V, and every pass normalises O. O is in float32 (``A``) until the
+last pass of a row tile rounds it, as in the released code. Query splits are those of unit "simt".
+Units of m, warps, shared memory and accesses: at the end of this file.
 """
 
 from functools import cache
@@ -17,7 +17,7 @@ from fa_numba.parts.records import State, Tile
 
 @cache
 def make_forward(spec):
-    """The kernel for ``spec``; launched over (query splits, Hq, B) blocks."""
+    """Return the kernel for ``spec``. The grid is (query splits, query heads, batch entries)."""
     grid, visits, load = bind(spec, mma.grid, mma.visits, mma.load)
     products, scores, softmax = bind(spec, mma.products, mma.scores, mma.softmax)
     (fa1_state,) = bind(spec, mma.fa1_state)
@@ -96,22 +96,34 @@ def make_forward(spec):
 
 
 __doc__ = f"""{__doc__ or ""}
-m is kept in units of log2.
-``warp_partition``: a warp takes 32 or 16 rows of a tile and all columns; or, with "keys", all rows
-and its share of the columns, as in the released code ("split-K", arXiv 2307.08691, section 3.3).
-Each warp then has an O, l and m of its own, all of which meet in shared memory: once, after the
-product, where the released code exchanged m and l before it and O after it.
+m is in units of log2. ``warp_partition`` says what the warps of a block divide:
+
+    rows    a warp computes 32 or 16 rows of a tile, and all columns
+    keys    a warp computes all rows, and its share of the columns, as in the released code
+            ("split-K", arXiv 2307.08691, section 3.3)
+
+With "keys", each warp has its own O, l and m. They are combined in shared memory once, after the
+product P V. The released code exchanged m and l before this product, and O after it.
 
 Shared memory, 16-bit elements:  (Br + 2 Bc) d
     in bytes at the default tiles:  81920 (d=64, 128 x 256), 163840 (d=128, 128 x 256), 196608
     (d=256, 128 x 128)
-    Of float32 matrices in P planes, d rounded up to a multiple of 16, P times as many.
-    With "keys" and W warps 4 (W - 1) Br (d + 2) bytes more.
-Accesses, elements per head:  loads 2 Nk d for each query split + Tc Nq d + (Tc - 1) (Nq d + 2 Nq),
-    stores (Tc - 1) Nq d + Nq d + 2 Tc Nq; with a causal mask only the row tiles that see column
-    tile j. The first pass knows line 2's O = 0, l = 0, m = -inf and reads none of them; it takes
-    all row tiles, with Nq > Nk also those that see nothing. With a window or q_lens it is like
-    the others, and line 2 is carried out before it, of A and of O: Nq (2 d + 2) stores; with a
-    block mask of rows in no visited tile, without A, and a row tile's first visit reads no A, l and
-    m. Of float32 matrices A is O itself. With L for the caller 2 Nq loads and Nq stores more.
+    With P planes, d is rounded up to a multiple of 16, and the size is P times as large.
+    With "keys" and W warps there are 4 (W - 1) Br (d + 2) bytes more.
+
+Accesses, elements per head:
+    loads   2 Nk d for each query split + Tc Nq d + (Tc - 1) (Nq d + 2 Nq)
+    stores  (Tc - 1) Nq d + Nq d + 2 Tc Nq
+
+With a causal mask, a pass visits only the row tiles that see column tile j. With planes, A is O
+itself. With a returned L there are 2 Nq loads and Nq stores more. Line 2 of the algorithm sets O =
+0, l = 0 and m = -inf:
+
+    case              where line 2 is carried out
+    normally          in the first pass, which visits all row tiles and does not read O, l and m.
+                      With Nq > Nk it also visits row tiles that see no column
+    window, q_lens    before the passes, in A and in O, with Nq (2 d + 2) stores; all passes read
+                      A, l and m
+    block mask        in the first visit of each row tile, which does not read A, l and m, and
+                      before the passes, without A, in row tiles that no column tile visits
 """

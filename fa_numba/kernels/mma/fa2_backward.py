@@ -1,8 +1,8 @@
 """FlashAttention-2, backward: K/V grid, Q inner (arXiv 2307.08691, Algorithm 2), on tensor cores.
 
-One thread block takes one column tile: the outer loop is the grid. dK and dV stay in registers, P
-is recomputed from L alone. dQ is summed in float32 (``A``) by atomic adds, in no fixed order, then
-rounded; or by a kernel of its own, Q outer, in one order. Warps, memory, accesses: at the end.
+One thread block computes one column tile: the outer loop (line 5) becomes the grid. dK and dV stay
+in registers. P is computed again from L. Blocks add dQ in float32 (``A``) atomically, in no fixed
+order, and it is rounded later; or a second kernel computes dQ. Details: at the end.
 """
 
 from functools import cache
@@ -16,7 +16,7 @@ from fa_numba.parts.records import Tile
 
 @cache
 def make_backward(spec, atomic=True):
-    """The kernel, over (Tc, Hk, B) blocks; without ``atomic`` dQ is ``make_query_gradients``'s."""
+    """Return the kernel. The grid is (Tc, Hk, B). ``atomic`` says whether the kernel adds dQ."""
     grid, visits, load = bind(spec, mma.grid, mma.visits, mma.load)
     row_tiles, products, scores = bind(spec, mma.row_tiles, mma.products, mma.scores)
     softmax, gradients = bind(spec, mma.softmax, mma.gradients)
@@ -121,10 +121,12 @@ def make_backward(spec, atomic=True):
 
 @cache
 def make_query_gradients(spec):
-    """dQ without atomic adds: a kernel of its own, Q outer; launched over (Tr, Hq, B) blocks.
+    """Return the kernel that computes dQ without atomic adds. The grid is (Tr, query heads, batch
+    entries).
 
-    S, P, dP and dS are computed once more, and every dQi is summed in one order and written once.
-    ``spec`` is that of a forward kernel: a warp takes rows of S, and dS is an operand as it is.
+    Q is the outer loop. The kernel computes S, P, dP and dS once more. It adds up each row tile of
+    dQ in one order and writes it once. ``spec`` is that of a forward kernel: a warp computes rows
+    of S, and dS in registers is the left operand of dS K.
     """
     grid, visits, load = bind(spec, mma.grid, mma.visits, mma.load)
     products, scores, softmax = bind(spec, mma.products, mma.scores, mma.softmax)
@@ -191,20 +193,25 @@ def make_query_gradients(spec):
 
 
 __doc__ = f"""{__doc__ or ""}
-A warp takes 16 or 32 of the columns and all rows of S, which stands transposed: PT and dST are
-operands as they are, and only dST passes through shared memory, for dQ. Beyond d = 64 two warps
-share these columns: each takes half of the rows, and of the columns of dK and dV, and PT passes
-through shared memory too. A warp whose part of dQ would not stay in registers beside dK and dV
-makes it in two turns, as it is added.
+A warp computes 16 or 32 columns and all rows of S. S is transposed in registers, so that PT and
+dST are operands without a change of layout. Only dST passes through shared memory, for dQ. Above d
+= 64, two warps share their columns. Each computes half of the rows of S, and half of the columns of
+dK and dV. PT then passes through shared memory too. If a warp's part of dQ does not fit into
+registers next to dK and dV, the warp computes it in two turns.
 
 Shared memory, 16-bit elements:  2 (2 Br + Bc) d + U Bc (Br + 8) + 8 Br
-    U = 1 up to d = 64, else 2; d rounded up to a multiple of 16 U
+    U = 1 up to d = 64, else 2; d is rounded up to a multiple of 16 U
     in bytes at the default tiles:  59904 (d=64, 32 x 128), 168960 (d=128, 64 x 128), 141824
     (d=256, 32 x 64)
-    Of float32 matrices in P planes, P times as many but for 8 Br.
-Accesses, elements per head:  loads 2 Nk d + Tc (2 Nq d + 2 Nq), stores 2 Nk d, and Tc Nq d atomic
-    adds to A, each a load and a store; with a causal mask only the row tiles that see column
-    tile j. The row sums D take 2 Nq d loads before, and Nq + Nq d stores with A = 0; rounding A to
-    dQ Nq d loads and stores. A kernel of its own for dQ has no adds and no rounding:
-    loads 2 Nq d + 2 Nq + 2 Tr Nk d, stores Nq d.
+    With P planes, all terms but 8 Br are P times as large.
+
+Accesses, elements per head:
+    this kernel           loads 2 Nk d + Tc (2 Nq d + 2 Nq), stores 2 Nk d
+    its adds to A         Tc Nq d atomic adds, each of which counts as a load and a store
+    the kernel of D       loads 2 Nq d, stores Nq, and Nq d for A = 0
+    rounding A to dQ      loads Nq d, stores Nq d
+    a separate dQ kernel  loads 2 Nq d + 2 Nq + 2 Tr Nk d, stores Nq d; it replaces the adds and
+                          the rounding
+
+With a causal mask, only the row tiles count that see column tile j.
 """

@@ -1,9 +1,9 @@
 """FlashAttention-2, forward: Q outer, K/V inner (arXiv 2307.08691, Algorithm 1), on tensor cores.
 
-One thread block takes one row tile Qi: the outer loop (line 3) is the grid, the tiles with most
-columns first: a shorter tail. A warp takes 32 or 16 of its rows and all columns, so that only its
-own lanes share a row. S, P, O, m and l stay in registers; O is normalised once, and one logsumexp
-leaves. Units of m, stages, shared memory and accesses: at the end.
+One thread block computes one row tile Qi: the outer loop (line 3) becomes the grid. Row tiles with
+many columns come first, so that the last blocks are short. A warp computes 32 or 16 rows and all
+columns. S, P, O, m and l stay in registers. O is normalised once, and one logsumexp per row is
+stored. Units of m, stages, shared memory and accesses: at the end of this file.
 """
 
 from functools import cache
@@ -18,8 +18,8 @@ from fa_numba.parts.records import Tile
 
 @cache
 def make_forward(spec):
-    """The kernel for ``spec``; launched over (Tr, Hq, B) blocks, with splits over (Tr splits, Hq,
-    B). Where heads share a tile Hq counts groups of them.
+    """Return the kernel for ``spec``. The grid is (Tr, query heads, batch entries); with S key
+    splits the first number is Tr S. If heads share a tile, the second counts groups of heads.
     """
     grid, visits, load = bind(spec, mma.grid, mma.visits, mma.load)
     products, scores, softmax = bind(spec, mma.products, mma.scores, mma.softmax)
@@ -99,15 +99,22 @@ def make_forward(spec):
 
 
 __doc__ = f"""{__doc__ or ""}
-m is kept in units of log2. With one stage of K and V, Vj is on its way during Sij = Qi KjT, and
-Kj+1 during the softmax and Pij Vj. With two, Kj+1 and Vj+1 are on their way during all of it: one
-barrier less, more memory.
+m is in units of log2. ``stages`` is the number of tiles of K and of V in shared memory:
+
+    stages    what is loaded while other tiles are computed
+    1         Vj during Sij = Qi KjT, and Kj+1 during the softmax and Pij Vj
+    2         Kj+1 and Vj+1 during all of these; one barrier less, and more shared memory
 
 Shared memory, 16-bit elements:  (Br + 2 stages Bc) d
     in bytes at the default tiles:  49152 (d=64, 128 x 128), 65536 (d=128, 128 x 64), 98304
     (d=256, 64 x 64)
-    Of float32 matrices in P planes, d rounded up to a multiple of 16, P times as many.
-Accesses, elements per head:  loads Nq d + 2 Tr Nk d, stores Nq d + Nq; with a causal mask only the
-    K/V tiles that row tile i sees. With S splits Q is loaded S times, and in place of O and L leave
-    S (Nq d + 2 Nq), for merge_splits.
+    With P planes, d is rounded up to a multiple of 16, and the size is P times as large.
+
+Accesses, elements per head:
+    loads   Nq d + 2 Tr Nk d
+    stores  Nq d + Nq
+
+With a causal mask, a block loads only the K/V tiles that its row tile sees. With S key splits, Q is
+loaded S times. The kernel then stores S (Nq d + 2 Nq) elements for ``merge_splits``, in place of O
+and L.
 """

@@ -1,8 +1,9 @@
-"""Kernels of rows of 16-bit arrays: D = rowsum(dO o O), and float32 sums that are rounded.
+"""Kernels for rows of 16-bit arrays: D = rowsum(dO o O), and the rounding of float32 sums.
 
-A sum of dQ may lie in fragments, as the accumulators of ``wgmma`` do. A fragment has 16 rows and 8
-columns, 512 contiguous bytes. Lane l has four of its elements: two columns of row g = l // 4, and
-the same columns of row g + 8. The sum A has the shape (batch, heads, groups of 16 rows, 16 d).
+A sum of dQ can be stored in fragments, in the order of the accumulators of ``wgmma``. A fragment
+has 16 rows and 8 columns, which are 512 contiguous bytes. Lane l has four of its elements: two
+columns of row g = l // 4, and the same columns of row g + 8. The sum A has the shape (batch, heads,
+groups of 16 rows, 16 d).
 """
 
 from dataclasses import replace
@@ -33,8 +34,11 @@ THREADS = 32 * WARPS
 
 @cache
 def make_row_sums(head_dim, d_v, dtype, aligned, clear, features):
-    """Alg. 2 line 4: D = rowsum(dO o O), less dL; line 3 if ``clear``: A = 0. Over (Nq / 4, Hq, B)
-    blocks; a warp takes a row.
+    """Return the kernel of Alg. 2 line 4: D = rowsum(dO o O) - dL. The grid is (Nq / 4, query
+    heads, B).
+
+    D is without dL if the loss has no gradient of L. With ``clear`` it also does line 3: A = 0. A
+    warp computes one row.
     """
     facts = RowFacts(features, d_v, dtype, aligned)
     grid, pairs, gradients = bind(facts, mma.grid, mma.pairs, mma.gradients)
@@ -71,11 +75,11 @@ def make_row_sums(head_dim, d_v, dtype, aligned, clear, features):
 
 @cache
 def make_round_rows(head_dim, dtype, aligned, splits=1, precision=""):
-    """dQ = scale A in 16 bits, or dK, or dV; in float32 with a ``precision``. Over (N / 4, H, B)
-    blocks; a warp takes a row.
+    """Return the kernel that rounds a float32 sum: dQ = scale A. The grid is (N / 4, H, B).
 
-    A may be in so many ``splits``, neighbours along the axis of heads, which are added up in their
-    order.
+    The result can also be dK or dV. It is in 16 bits, or in float32 with a ``precision``. A warp
+    rounds one row. The sum can consist of ``splits`` parts, which are neighbours along the axis of
+    heads of A. The parts are added in their order.
     """
     facts = RowFacts(replace(PLAIN, precision=precision), head_dim, dtype, aligned)
     (pairs,) = bind(facts, mma.pairs)
@@ -119,10 +123,11 @@ def rows_of_sums(head_dim):
 
 @cache
 def make_group_row_sums(head_dim, dtype, features):
-    """Alg. 2 lines 3 and 4, where A lies in fragments: A = 0, D = rowsum(dO o O), less dL.
+    """Return the kernel of Alg. 2 lines 3 and 4 for an A in fragments: A = 0, D = rowsum(dO o O) -
+    dL.
 
-    The grid is (Nq / rows, Hq, B), with the rows of ``rows_of_sums``. O and dO are read, and A is
-    written, by 16 bytes per thread.
+    The grid is (Nq / rows, query heads, B), with the rows of ``rows_of_sums``. D is without dL if
+    the loss has no gradient of L. Each thread reads O and dO, and writes A, in pieces of 16 bytes.
     """
     (grid, gradients) = bind(RowFacts(features, head_dim, dtype, True), mma.grid, mma.gradients)
     _, unpack = conversions(dtype)
@@ -183,10 +188,10 @@ def groups_of_rounding(head_dim):
 
 @cache
 def make_round_fragments(head_dim, dtype):
-    """dQ = scale A in 16 bits, of an A in fragments.
+    """Return the kernel that rounds an A in fragments: dQ = scale A in 16 bits.
 
-    The grid is (groups of 16 rows / ``groups_of_rounding``, H, B). A thread has 8 columns of a row
-    and of the row 8 below: 64 neighbouring bytes of A. It writes them by 16 bytes.
+    The grid is (groups of 16 rows / ``groups_of_rounding``, H, B). A thread rounds 8 columns of a
+    row, and of the row 8 below: 64 neighbouring bytes of A. It writes 16 bytes at a time.
     """
     pack, _ = conversions(dtype)
     arrays = array_type(4), result_type(1, 4)

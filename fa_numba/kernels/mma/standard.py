@@ -1,9 +1,9 @@
-"""Standard attention: S and P through global memory (Algorithm 0 of arXiv 2205.14135 and
-arXiv 2307.08691), on tensor cores, in three kernels that share tiles and products with the others.
+"""Standard attention on tensor cores: S and P pass through global memory (Algorithm 0 of arXiv
+2205.14135 and arXiv 2307.08691).
 
-S and P are in 16 bits, as Q, K and V are; sums and the softmax are in float32. P overwrites S in
-the same memory, whose rows start at 16-byte addresses. No tile is skipped: a causal mask writes
--inf.
+The three kernels use the tiles and products of the FlashAttention kernels. S and P are in 16 bits,
+as Q, K and V are. Sums and the softmax are in float32. P overwrites S in the same memory, whose
+rows start at 16-byte addresses. No tile is skipped: hidden elements become -inf.
 
 Shared memory, 16-bit elements, with step = 64 for Bc a multiple of 64:
     scores   (Br + Bc) d + Br Bc
@@ -11,7 +11,7 @@ Shared memory, 16-bit elements, with step = 64 for Bc a multiple of 64:
     in bytes at the default tiles, 128 x 64:  40960 and 49152 (d=64), 65536 and 65536 (d=128)
 Accesses, elements per head:
     scores   loads Nq d + Tr Nk d, stores Nq Nk
-    softmax  loads Nq Nk (twice where a row exceeds shared memory), stores Nq Nk
+    softmax  loads Nq Nk (twice if a row does not fit into shared memory), stores Nq Nk
     output   loads Nq Nk + Tr Nk d, stores Nq d
 """
 
@@ -36,9 +36,11 @@ MAX_WARPS = 8
 
 @cache
 def make_standard_scores(spec, slopes=False):
-    """S = scale Q KT, masked (line 1); launched over (Tr, Hq, B) blocks.
+    """Return the kernel S = scale Q KT, masked (line 1). The grid is (Tr, query heads, batch
+    entries).
 
-    With ``slopes`` S is multiplied by the slopes of a cap and of a function on the scores instead.
+    With ``slopes``, the kernel multiplies the array S by the derivatives of the scores instead.
+    These are the derivatives of a cap and of ``score_mod``.
     """
     grid, load, products = bind(spec, mma.grid, mma.load, mma.products)
     scores, epilogue = bind(spec, mma.scores, mma.epilogue)
@@ -98,11 +100,13 @@ def make_standard_scores(spec, slopes=False):
 
 @cache
 def make_standard_softmax(row_halves, warps, return_lse, features, dtype):
-    """P = softmax(S) by rows (line 2), with dropout; launched over (Nq, Hq, B) blocks.
+    """Return the kernel P = softmax(S) by rows (line 2), with dropout. The grid is (Nq, query
+    heads, B).
 
-    A row of up to ``row_halves`` is kept in shared memory; 0 reads it from global memory twice.
-    Each of the 32 ``warps`` threads takes an online softmax over its own chunks of the row, and
-    the threads' (m, l) are merged.
+    A row is kept in shared memory if ``row_halves`` is above 0, which is then the longest possible
+    row. With 0, the row is read from global memory twice. Each of the 32 ``warps`` threads computes
+    an online softmax over its own chunks of eight columns. The (m, l) of all threads are then
+    merged.
     """
     resident = row_halves > 0
     NR = max(row_halves, 8)
@@ -180,7 +184,7 @@ def make_standard_softmax(row_halves, warps, return_lse, features, dtype):
 
 @cache
 def make_standard_output(spec):
-    """O = P V (line 3); launched over (Tr, Hq, B) blocks."""
+    """Return the kernel O = P V (line 3). The grid is (Tr, query heads, batch entries)."""
     grid, load, products = bind(spec, mma.grid, mma.load, mma.products)
     (epilogue,) = bind(spec, mma.epilogue)
     Br, STEP = spec.Br, spec.step

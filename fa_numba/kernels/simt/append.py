@@ -1,11 +1,12 @@
-"""Rows copied: new keys and values to the pages of a cache, where a block table has their rows;
-queries of a batch one after the other.
+"""Kernels that copy rows: new keys and values to pages of a cache, and queries of a batch to one
+sequence.
 
-A thread takes one piece of a row, 16 bytes of K and of V, or one element where rows do not start at
-16-byte addresses. Row i of what is new becomes row ``kv_lens[b]`` + i of sequence b.
+A thread copies 16 bytes of a row, or one element if rows do not start at 16-byte addresses. In the
+first kernel, row i of the new keys and values becomes row ``kv_lens[b]`` + i of sequence b. The
+block table says where this row is stored.
 
-Accesses, elements: loads and stores of every new row, N d a K/V head each, of K and of V, d of
-either its own.
+Accesses of the first kernel, elements per K/V head: N d loads and N d stores for N new rows of K,
+and for V the same numbers with V's head dimension.
 """
 
 from functools import cache
@@ -23,8 +24,11 @@ THREADS = 128
 
 @cache
 def make_append(head_dim, d_v, dtype, page_size, aligned, ragged):
-    """The kernel; launched over (``blocks`` of the larger dimension, Hk, B). With ``ragged``
-    sequence b has ``new_lens[b]`` new rows, else all that the arrays have.
+    """Return the kernel that appends keys and values. The grid is (``blocks``, K/V heads, batch
+    entries).
+
+    ``blocks`` is computed for the larger one of the head dimensions of K and V. With ``ragged``,
+    sequence b has ``new_lens[b]`` new rows. Otherwise it has all rows of the arrays.
     """
     width, most = DTYPES[dtype].chunk if aligned else 1, max(head_dim, d_v)
     pieces, copy, matrix = most // width, _copy(dtype, aligned), _matrix(dtype)
@@ -55,11 +59,13 @@ def make_append(head_dim, d_v, dtype, page_size, aligned, ragged):
 
 @cache
 def make_gather(head_dim, dtype, aligned, features=PLAIN):
-    """The kernel for the rows of all batch entries as those of one, entry behind entry: X (B, H, N,
-    d) to ``rows`` (1, H, B N, d); launched over (``blocks``, H, B). With ``q_lens`` among the
-    ``features`` it leaves out rows that an entry does not have.
+    """Return the kernel that copies the rows of all batch entries to one sequence, one entry after
+    the other.
 
-    Accesses, elements per head:  loads N d, stores N d, of valid rows.
+    The copy is from X: (B, H, N, d) to ``rows``: (1, H, B N, d). The grid is (``blocks``, H, B).
+    With ``q_lens`` among the ``features``, rows past the valid length of an entry are not copied.
+
+    Accesses, elements per head:  N d loads and N d stores of valid rows.
     """
     width = DTYPES[dtype].chunk if aligned else 1
     pieces, copy, matrix = head_dim // width, _copy(dtype, aligned), _matrix(dtype)
@@ -82,12 +88,17 @@ def make_gather(head_dim, dtype, aligned, features=PLAIN):
 
 
 def _matrix(dtype):
+    """Return the Numba type of a 4-D array of this dtype. Elements of 16-bit dtypes are uint16."""
     return array_type(4, types.uint16 if DTYPES[dtype].bytes == 2 else types.float32)
 
 
 @cache
 def _copy(dtype, aligned):
-    """``copy(to, row, source, i, col)``: 16 bytes of a row, or an element."""
+    """Make ``copy(to, row, source, i, col)``, which copies 16 bytes, or one element if not
+    ``aligned``.
+
+    They go from row i of ``source`` to row ``row`` of ``to``, at column ``col``.
+    """
     halves = DTYPES[dtype].bytes == 2
 
     @device_function
@@ -105,6 +116,6 @@ def _copy(dtype, aligned):
 
 
 def blocks(rows, head_dim, dtype, aligned):
-    """Thread blocks for so many rows of a head."""
+    """Return the number of thread blocks for ``rows`` rows of a head."""
     width = DTYPES[dtype].chunk if aligned else 1
     return -(-rows * (head_dim // width) // THREADS)

@@ -1,7 +1,9 @@
-"""Which blocks of S a ``mask_mod`` leaves empty, full or mixed, and lists of those to visit.
+"""Kernels that find which blocks of S a ``mask_mod`` leaves empty, full or mixed, and list the
+visited blocks.
 
-A thread block takes a block of S: its threads every 256th element each, and they add up how many
-are seen. Then a thread lists a row of blocks, or a column of them.
+In the first kernel, a thread block evaluates one block of S: each thread evaluates every 256th
+element, and the block adds up how many elements are visible. In the second kernel, a thread lists
+the visited blocks of one row or column of blocks.
 """
 
 from functools import cache
@@ -20,7 +22,9 @@ LISTING = 32  # threads of a block that lists
 
 @cache
 def make_blocks(features, Br, Bc):
-    """The kernel for blocks of Br x Bc; launched over (Tr Tc, H, B) thread blocks."""
+    """Return the kernel that finds the states of blocks of Br x Bc elements. The grid is (Tr Tc, H,
+    B).
+    """
     mask_mod = called(features.mask_mod.value)
     elements = Br * Bc
     states = array_type(4, types.uint8)
@@ -56,10 +60,11 @@ def make_blocks(features, Br, Bc):
 
 @cache
 def make_lists():
-    """The kernel for lists of blocks; launched over (max(Tr, Tc) / LISTING, H, B) thread blocks.
+    """Return the kernel that lists the visited blocks. The grid is (max(Tr, Tc) / LISTING, H, B).
 
-    Of each block along its row, and its column, the number of the first from there on that is
-    visited; of the end how many there are.
+    ``next_column[b, h, i, j]`` becomes the number of the first visited block from j on in row i of
+    blocks. It is Tc if there is none. ``next_row[b, h, j, i]`` is the same along column j of
+    blocks, and Tr if there is none.
     """
     states, numbers = array_type(4, types.uint8), array_type(4, types.int32)
 

@@ -1,9 +1,9 @@
 """FlashAttention-1, backward: K/V outer, Q inner (arXiv 2205.14135, Algorithm 4), on CUDA cores.
 
-One thread block takes one (batch, K/V head): both loops run inside it. P is recomputed from the
-saved statistics, D in every pass, and dQ passes through global memory in every pass over K/V.
-L = m + log l stands for l and m, as in the released code. Query splits, memory and accesses: below
-the kernel.
+One thread block computes one (batch entry, K/V head): both loops run inside it. P is computed again
+from the saved L = m + log l, which replaces l and m as in the released code. Every pass over K/V
+computes D again, and moves dQ through global memory. Query splits, memory and accesses: at the end
+of this file.
 """
 
 from functools import cache
@@ -17,7 +17,7 @@ from fa_numba.parts.records import Tile
 
 @cache
 def make_backward(spec):
-    """The kernel for ``spec``; launched over (query splits, Hk, B) blocks."""
+    """Return the kernel for ``spec``. The grid is (query splits, K/V heads, batch entries)."""
     grid, visits, load = bind(spec, simt.grid, simt.visits, simt.load)
     products, scores, softmax = bind(spec, simt.products, simt.scores, simt.softmax)
     values, gradients, epilogue = bind(spec, simt.values, simt.gradients, simt.epilogue)
@@ -120,14 +120,22 @@ def make_backward(spec):
 
 
 __doc__ = f"""{__doc__ or ""}
-With query splits several blocks share a head, each with its own rows of Q, and add to dK and dV,
-which are 0 before, by atomic adds, in no fixed order.
+With query splits, several blocks share a head, and each has its own rows of Q. They add to dK
+and dV atomically, in no fixed order. dK and dV must be 0 before.
 
 Shared memory, floats:  2 (Br + Bc) d + 2 Br Bc, swizzled
-Accesses, elements per head:  loads 2 Nk d + Tc (3 Nq d + Nq) + (Tc - 1) Nq d,
-    stores 2 Nk d + Tc Nq d; with a causal mask only the row tiles that see column tile j. The
-    first pass knows line 5's dQ = 0 and does not read it; it takes all row tiles. With a window
-    or q_lens it is like the others, after Nq d stores of line 5; with a block mask a row tile's
-    first visit does not read dQ, and line 5 is carried out of rows without one. Each query split
-    loads K and V and adds to dK and dV, Nk d each, an add a load and a store.
+
+Accesses, elements per head:
+    loads   2 Nk d + Tc (3 Nq d + Nq) + (Tc - 1) Nq d
+    stores  2 Nk d + Tc Nq d
+
+With a causal mask, a pass visits only the row tiles that see column tile j. Each query split loads
+K and V, and adds Nk d elements to dK and as many to dV. An atomic add counts as a load and a store.
+Line 5 of the algorithm sets dQ = 0:
+
+    case              where line 5 is carried out
+    normally          in the first pass, which visits all row tiles and does not read dQ
+    window, q_lens    before the passes, with Nq d stores; all passes read dQ
+    block mask        in the first visit of each row tile, which does not read dQ, and before the
+                      passes in row tiles that no column tile visits
 """

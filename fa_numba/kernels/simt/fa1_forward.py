@@ -1,9 +1,9 @@
 """FlashAttention-1, forward: K/V outer, Q inner (arXiv 2205.14135, Algorithm 1), on CUDA cores.
 
-One thread block takes one (batch, head): both loops run inside it. O, l and m pass through global
-memory in every pass over K/V, and O is normalised each time. ``query_splits`` blocks can share a
-head, each with its own rows of Q and all of K/V, as the released code did later; 1 is the paper's.
-m is kept in units of log2. Shared memory and accesses are given below the kernel.
+One thread block computes one (batch entry, head): both loops run inside it. O, l and m pass through
+global memory in every pass over K/V, and every pass normalises O. With ``query_splits``, several
+blocks share a head, as in the released code. Each has its own rows of Q and reads all of K/V. The
+paper has one block. m is in units of log2. Shared memory and accesses: at the end of this file.
 """
 
 from functools import cache
@@ -17,7 +17,7 @@ from fa_numba.parts.records import State, Tile
 
 @cache
 def make_forward(spec):
-    """The kernel for ``spec``; launched over (query splits, Hq, B) blocks."""
+    """Return the kernel for ``spec``. The grid is (query splits, query heads, batch entries)."""
     grid, visits, load = bind(spec, simt.grid, simt.visits, simt.load)
     products, scores, softmax = bind(spec, simt.products, simt.scores, simt.softmax)
     (fa1_state,) = bind(spec, simt.fa1_state)
@@ -92,12 +92,19 @@ def make_forward(spec):
 __doc__ = f"""{__doc__ or ""}
 Shared memory, floats:  Br d + 2 Bc d + Br Bc, swizzled
     in bytes at the default tiles:  163840 (d=64, 128 x 128), 163840 (d=128, 128 x 64), 139264
-    (d=256, 64 x 32); up to 255 registers, none spilled
-Accesses, elements per head:  loads 2 Nk d for each query split + Tc Nq d + (Tc - 1) (Nq d + 2 Nq),
-    stores Tc (Nq d + 2 Nq); with a causal mask only the row tiles that see column tile j. The
-    first pass knows line 2's O = 0, l = 0, m = -inf and reads none of them; it takes all row
-    tiles, with Nq > Nk also those that see nothing. With a window or q_lens it is like the
-    others, and line 2 is carried out before it: Nq (d + 2) stores; with a block mask of rows in no
-    visited tile, and a row tile's first visit reads no O, l and m. With L for the caller 2 Nq loads
-    and Nq stores more.
+    (d=256, 64 x 32); up to 255 registers per thread, and no spills
+
+Accesses, elements per head:
+    loads   2 Nk d for each query split + Tc Nq d + (Tc - 1) (Nq d + 2 Nq)
+    stores  Tc (Nq d + 2 Nq)
+
+With a causal mask, a pass visits only the row tiles that see column tile j. With a returned L there
+are 2 Nq loads and Nq stores more. Line 2 of the algorithm sets O = 0, l = 0 and m = -inf:
+
+    case              where line 2 is carried out
+    normally          in the first pass, which visits all row tiles and does not read O, l and m.
+                      With Nq > Nk it also visits row tiles that see no column
+    window, q_lens    before the passes, with Nq (d + 2) stores; all passes read O, l and m
+    block mask        in the first visit of each row tile, which does not read O, l and m, and
+                      before the passes in row tiles that no column tile visits
 """

@@ -1,9 +1,9 @@
 """FlashAttention-2, backward: a grid over K/V blocks, Q inner (arXiv 2307.08691, Algorithm 2), on
 CUDA cores.
 
-One thread block takes one column tile Kj, Vj: the outer loop (line 5) is the grid. dK and dV stay
-in registers; P is recomputed from L alone. dQ is summed in global memory by atomic adds, in no
-fixed order, or by a kernel of its own, Q outer, in one order. Memory and accesses: at the end.
+One thread block computes one column tile Kj, Vj: the outer loop (line 5) becomes the grid. dK and
+dV stay in registers. P is computed again from L. Blocks add dQ in global memory atomically, in no
+fixed order, or a second kernel computes dQ in one order. Memory and accesses: at the end.
 """
 
 from functools import cache
@@ -17,9 +17,9 @@ from fa_numba.parts.records import Tile
 
 @cache
 def make_backward(spec, atomic=True):
-    """The kernel for ``spec``; launched over (Tc, Hk, B) blocks.
+    """Return the kernel for ``spec``. The grid is (Tc, K/V heads, batch entries).
 
-    Without ``atomic`` it leaves dQ to ``make_query_gradients``.
+    Without ``atomic``, ``make_query_gradients`` computes dQ.
     """
     grid, visits, load = bind(spec, simt.grid, simt.visits, simt.load)
     products, scores, softmax = bind(spec, simt.products, simt.scores, simt.softmax)
@@ -115,9 +115,11 @@ def make_backward(spec, atomic=True):
 
 @cache
 def make_query_gradients(spec):
-    """dQ without atomic adds: a kernel of its own, Q outer; launched over (Tr, Hq, B) blocks.
+    """Return the kernel that computes dQ without atomic adds. The grid is (Tr, query heads, batch
+    entries).
 
-    S, P, dP and dS are computed once more, and every dQi is summed in one order and written once.
+    Q is the outer loop. The kernel computes S, P, dP and dS once more. It adds up each row tile of
+    dQ in one order and writes it once.
     """
     grid, visits, load = bind(spec, simt.grid, simt.visits, simt.load)
     products, scores, softmax = bind(spec, simt.products, simt.scores, simt.softmax)
@@ -183,8 +185,12 @@ def make_query_gradients(spec):
 
 __doc__ = f"""{__doc__ or ""}
 Shared memory, floats:  2 (Br + Bc) d + 2 Br Bc, swizzled
-Accesses, elements per head:  loads 2 Nk d + Tc (2 Nq d + 2 Nq), stores 2 Nk d, and Tc Nq d atomic
-    adds to dQ, each a load and a store; with a causal mask only the row tiles that see column
-    tile j. The row sums D take 2 Nq d loads before, and Nq + Nq d stores with dQ = 0. A kernel of
-    its own for dQ has no adds: it loads 2 Nq d + 2 Nq + 2 Tr Nk d and stores Nq d.
+
+Accesses, elements per head:
+    this kernel           loads 2 Nk d + Tc (2 Nq d + 2 Nq), stores 2 Nk d
+    its adds to dQ        Tc Nq d atomic adds, each of which counts as a load and a store
+    the kernel of D       loads 2 Nq d, stores Nq, and Nq d for dQ = 0
+    a separate dQ kernel  loads 2 Nq d + 2 Nq + 2 Tr Nk d, stores Nq d; it replaces the adds
+
+With a causal mask, only the row tiles count that see column tile j.
 """

@@ -1,9 +1,9 @@
 """FlashAttention-2, forward: Q outer, K/V inner (arXiv 2307.08691, Algorithm 1), on CUDA cores.
 
-One thread block takes one row tile Qi: the outer loop (line 3) is the grid, the tiles with most
-columns first: a shorter tail. O, m and l stay in registers from the first K/V tile to the last; O
-is normalised once, and one logsumexp leaves. m is kept in units of log2. Shared memory and accesses
-are given below the kernel.
+One thread block computes one row tile Qi: the outer loop (line 3) becomes the grid. Row tiles with
+many columns come first, so that the last blocks are short. O, m and l stay in registers from the
+first K/V tile to the last. O is normalised once, and one logsumexp per row is stored. m is in units
+of log2. Shared memory and accesses: at the end of this file.
 """
 
 from functools import cache
@@ -17,8 +17,8 @@ from fa_numba.parts.records import Tile
 
 @cache
 def make_forward(spec):
-    """The kernel for ``spec``; launched over (Tr, Hq, B) blocks, with splits over (Tr splits, Hq,
-    B).
+    """Return the kernel for ``spec``. The grid is (Tr, query heads, batch entries); with S key
+    splits the first number is Tr S.
     """
     grid, visits, load = bind(spec, simt.grid, simt.visits, simt.load)
     products, scores, softmax = bind(spec, simt.products, simt.scores, simt.softmax)
@@ -95,8 +95,13 @@ def make_forward(spec):
 __doc__ = f"""{__doc__ or ""}
 Shared memory, floats:  Br d + 2 Bc d + Br Bc, swizzled
     in bytes at the default tiles:  98304 (d=64, 128 x 64), 212992 (d=128, 128 x 96), 212992
-    (d=256, 64 x 64); up to 255 registers, none spilled
-Accesses, elements per head:  loads Nq d + 2 Tr Nk d, stores Nq d + Nq; with a causal mask only the
-    K/V tiles that row tile i sees. With S splits Q is loaded S times, and in place of O and L leave
-    S (Nq d + 2 Nq), for merge_splits.
+    (d=256, 64 x 64); up to 255 registers per thread, and no spills
+
+Accesses, elements per head:
+    loads   Nq d + 2 Tr Nk d
+    stores  Nq d + Nq
+
+With a causal mask, a block loads only the K/V tiles that its row tile sees. With S key splits, Q is
+loaded S times. The kernel then stores S (Nq d + 2 Nq) elements for ``merge_splits``, in place of O
+and L.
 """

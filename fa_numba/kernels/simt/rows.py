@@ -1,4 +1,4 @@
-"""Rows of float32 arrays, a warp a row: D = rowsum(dO o O)."""
+"""The kernel that computes D = rowsum(dO o O) of float32 arrays."""
 
 from functools import cache
 
@@ -13,8 +13,11 @@ WARPS = 4
 
 @cache
 def make_row_sums(head_dim, d_v, clear, features):
-    """Alg. 2 line 4: D = rowsum(dO o O), less dL; line 3 if ``clear``: dQ = 0. Over (Nq / 4, Hq, B)
-    blocks; a warp takes a row.
+    """Return the kernel of Alg. 2 line 4: D = rowsum(dO o O) - dL. The grid is (Nq / 4, query
+    heads, B).
+
+    D is without dL if the loss has no gradient of L. With ``clear`` it also does line 3: dQ = 0. A
+    warp computes one row.
     """
     grid, gradients = bind(RowFacts(features), simt.grid, simt.gradients)
 

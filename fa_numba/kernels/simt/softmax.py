@@ -1,8 +1,8 @@
-"""Softmax of vectors: naive, safe and online (arXiv 1805.02867, Algorithms 1 to 3), on CUDA cores.
+"""Softmax of vectors on CUDA cores: naive, safe and online (arXiv 1805.02867, Algorithms 1 to 3).
 
-One thread block takes one vector x of V elements, from global memory in every pass; each of its
-threads takes every 256th element. The three differ in the passes before the last one, which is
-y = e^(x - m) / d in all (m = 0 in the naive one).
+One thread block computes the softmax of one vector x of V elements. Each pass reads x from global
+memory, and each thread handles every 256th element. The last pass is y = e^(x - m) / d in all three
+algorithms, with m = 0 in the naive one. The passes before it differ.
 
 Accesses, elements per vector:
             pass                                              loads    stores    in all
@@ -10,10 +10,12 @@ Accesses, elements per vector:
     safe    m, then d, then y (Algorithm 2: lines 3, 7, 10)   3 V      V         4 V
     online  m and d together, then y (Algorithm 3: 4-5, 8)    2 V      V         3 V
 
-Where x is not finite: -inf gives 0, also in a vector of nothing else; NaN makes the whole vector
-NaN, and so does inf, but for the naive one. That one, which subtracts no m, takes x for inf from
-88.7, the log of the largest float32, on: y is NaN there and 0 elsewhere. Where every x is below
--87.3, its d and y are 0.
+Results for special elements:
+    x = -inf                       y is 0, also if all elements are -inf
+    x = NaN                        all y are NaN
+    x = inf                        all y are NaN, but see the next line for the naive algorithm
+    x > 88.7, naive                e^x is inf: y is NaN there and 0 elsewhere
+    all x < -87.3, naive           d is 0 and all y are 0
 """
 
 from functools import cache
@@ -35,13 +37,15 @@ STEP = EACH * THREADS
 
 @device_function
 def exp(x):
-    """e^x."""
+    """Return e^x."""
     return exp2(x * LOG2E)
 
 
 @device_function
 def load(rx, x, j, V):
-    """x[j], x[j + 256] ... as far as the vector goes, -inf beyond."""
+    """Load the elements j, j + 256, ... of x into the EACH registers rx. Past the end, -inf is
+    loaded.
+    """
     for e in range(EACH):
         at = uint32(j + e * THREADS)
         rx[e] = NEG_INF
@@ -51,7 +55,9 @@ def load(rx, x, j, V):
 
 @device_function
 def max_of_block(m, s, thread):
-    """The largest m of all threads, in each of them."""
+    """Return the largest m of all threads to each thread. ``s`` is shared memory, one float per
+    warp.
+    """
     m = max_of_lanes(m, 32, 1)
     if thread % uint32(32) == uint32(0):
         s[thread // uint32(32)] = m
@@ -63,7 +69,9 @@ def max_of_block(m, s, thread):
 
 @device_function
 def sum_of_block(d, s, thread):
-    """The sum of all threads' d, in each of them."""
+    """Return the sum of d over all threads to each thread. ``s`` is shared memory, one float per
+    warp.
+    """
     d = sum_of_lanes(d, 32, 1)
     if thread % uint32(32) == uint32(0):
         s[thread // uint32(32)] = d
@@ -76,7 +84,9 @@ def sum_of_block(d, s, thread):
 
 @cache
 def make_naive_softmax():
-    """Y = softmax(X) by rows (Algorithm 1); launched over as many blocks as X has rows."""
+    """Return the kernel Y = softmax(X) by rows (Algorithm 1). The grid has one block for each row
+    of X.
+    """
 
     def naive_softmax(X, Y):
         sd = shared_tile(0, WARPS)
@@ -100,7 +110,9 @@ def make_naive_softmax():
 
 @cache
 def make_safe_softmax():
-    """Y = softmax(X) by rows (Algorithm 2); launched over as many blocks as X has rows."""
+    """Return the kernel Y = softmax(X) by rows (Algorithm 2). The grid has one block for each row
+    of X.
+    """
 
     def safe_softmax(X, Y):
         sm = shared_tile(0, WARPS)
@@ -134,7 +146,9 @@ def make_safe_softmax():
 
 @cache
 def make_online_softmax():
-    """Y = softmax(X) by rows (Algorithm 3); launched over as many blocks as X has rows."""
+    """Return the kernel Y = softmax(X) by rows (Algorithm 3). The grid has one block for each row
+    of X.
+    """
 
     def online_softmax(X, Y):
         sm = shared_tile(0, WARPS)
@@ -167,7 +181,7 @@ def make_online_softmax():
 
 @device_function
 def write(y, x, m, d, thread, V, rx):
-    """y = e^(x - m) / d, 0 where d is 0."""
+    """Write y = e^(x - m) / d, or 0 if d is 0. The registers rx are overwritten."""
     inverse = float32(0.0)
     if d != float32(0.0):
         inverse = float32(1.0) / d
@@ -182,6 +196,9 @@ def write(y, x, m, d, thread, V, rx):
 
 
 def _kernel(function, shared_floats):
+    """Return the ``Kernel`` of a function of X and Y, with ``shared_floats`` floats of shared
+    memory.
+    """
     arguments = (array_type(2), array_type(2))
     return Kernel(function, arguments, THREADS, 4 * shared_floats, min_blocks=8)
 

@@ -1,11 +1,12 @@
-"""Standard attention: S and P through global memory (Algorithm 0 of arXiv 2205.14135 and
-arXiv 2307.08691), on CUDA cores, in three kernels that share tiles and products with the others.
+"""Standard attention on CUDA cores: S and P pass through global memory (Algorithm 0 of arXiv
+2205.14135 and arXiv 2307.08691).
 
-P overwrites S in the same memory. No tile is skipped: a causal mask writes -inf.
+The three kernels use the tiles and products of the FlashAttention kernels. P overwrites S in the
+same memory. No tile is skipped: hidden elements become -inf.
 
 Accesses, elements per head:
     scores   loads Nq d + Tr Nk d, stores Nq Nk
-    softmax  loads Nq Nk (twice where a row exceeds shared memory), stores Nq Nk
+    softmax  loads Nq Nk (twice if a row does not fit into shared memory), stores Nq Nk
     output   loads Nq Nk + Tr Nk d, stores Nq d
 """
 
@@ -30,9 +31,11 @@ MAX_WARPS = 8
 
 @cache
 def make_standard_scores(spec, slopes=False):
-    """S = scale Q KT, masked (line 1); launched over (Tr, Hq, B) blocks.
+    """Return the kernel S = scale Q KT, masked (line 1). The grid is (Tr, query heads, batch
+    entries).
 
-    With ``slopes`` S is multiplied by the slopes of a cap and of a function on the scores instead.
+    With ``slopes``, the kernel multiplies the array S by the derivatives of the scores instead.
+    These are the derivatives of a cap and of ``score_mod``.
     """
     grid, load, products = bind(spec, simt.grid, simt.load, simt.products)
     (scores,) = bind(spec, simt.scores)
@@ -92,11 +95,12 @@ def make_standard_scores(spec, slopes=False):
 
 @cache
 def make_standard_softmax(row_floats, warps, return_lse, features):
-    """P = softmax(S) by rows (line 2), with dropout; launched over (Nq, Hq, B) blocks.
+    """Return the kernel P = softmax(S) by rows (line 2), with dropout. The grid is (Nq, query
+    heads, B).
 
-    A row of up to ``row_floats`` is kept in shared memory; 0 reads it from global memory twice.
-    Each of the 32 ``warps`` threads takes an online softmax over its own columns of the row, and
-    the threads' (m, l) are merged.
+    A row is kept in shared memory if ``row_floats`` is above 0, which is then the longest possible
+    row. With 0, the row is read from global memory twice. Each of the 32 ``warps`` threads computes
+    an online softmax over its own columns. The (m, l) of all threads are then merged.
     """
     resident = row_floats > 0
     NR = max(row_floats, 4)
@@ -157,7 +161,7 @@ def make_standard_softmax(row_floats, warps, return_lse, features):
 
 @cache
 def make_standard_output(spec):
-    """O = P V (line 3); launched over (Tr, Hq, B) blocks."""
+    """Return the kernel O = P V (line 3). The grid is (Tr, query heads, batch entries)."""
     grid, load, products = bind(spec, simt.grid, simt.load, simt.products)
     (epilogue,) = bind(spec, simt.epilogue)
     Br, Bc = spec.Br, spec.Bc

@@ -1,13 +1,16 @@
 """Standard attention, backward (Algorithm 3 of arXiv 2205.14135), on CUDA cores.
 
-P is made anew in global memory by the forward kernels; these read it back. dS overwrites dP.
+The forward kernels compute P again and store it in global memory. The kernels of this file read P
+back. dS overwrites dP.
 
-Accesses, elements per head, beside those of scores and softmax:
+Accesses, elements per head, in addition to those of scores and softmax:
     dV = PT dO   loads Nq Nk + Tc Nq d, stores Nk d          (line 1)
     dP = dO VT   loads Nq d + Tr Nk d, stores Nq Nk          (line 2, the scores kernel)
-    dS           loads 2 Nq Nk, twice where a row exceeds shared memory, stores Nq Nk   (line 3)
+    dS           loads 2 Nq Nk, stores Nq Nk                 (line 3)
     dQ = dS K    loads Nq Nk + Tr Nk d, stores Nq d          (line 4, the output kernel)
-    dK = dST Q   as dV                                        (line 5)
+    dK = dST Q   as dV                                       (line 5)
+
+dS loads twice as much if a row does not fit into shared memory.
 """
 
 from functools import cache
@@ -27,7 +30,10 @@ from fa_numba.parts.namespace import RowFacts
 
 @cache
 def make_standard_transposed_output(spec):
-    """dV = PT dO, or dK = dST Q, summed over the heads of a group; over (Tc, Hk, B) blocks."""
+    """Return the kernel dV = PT dO, or dK = dST Q. The grid is (Tc, K/V heads, batch entries).
+
+    It adds up the query heads of a group.
+    """
     grid, load, products = bind(spec, simt.grid, simt.load, simt.products)
     (epilogue,) = bind(spec, simt.epilogue)
     Br, Bc = spec.Br, spec.Bc
@@ -77,12 +83,14 @@ def make_standard_transposed_output(spec):
 
 @cache
 def make_standard_score_gradients(row_floats, warps, features):
-    """dS = scale P o (dP - rowsum(P o dP) + dL), in place of dP; over (Nq, Hq, B) blocks.
+    """Return the kernel dS = scale P o (dP - rowsum(P o dP) + dL). The grid is (Nq, query heads,
+    B).
 
-    With dropout P is left without what is dropped, for dV. dS / scale is added to dbias.
+    dS overwrites dP. dS / scale is also added to ``dbias`` if the call wants it. With dropout, P is
+    replaced by P without the dropped elements, for dV.
 
-    A row of P and one of dP, up to ``row_floats`` each, are kept in shared memory; 0 reads them
-    from global memory twice.
+    A row of P and a row of dP are kept in shared memory if ``row_floats`` is above 0, which is then
+    the longest possible row. With 0, the rows are read from global memory twice.
     """
     resident = row_floats > 0
     NR = max(row_floats, 4)

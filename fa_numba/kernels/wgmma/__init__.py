@@ -1,8 +1,9 @@
-"""FlashAttention on Hopper's tensor cores (``wgmma``) and bulk copies (TMA), in 16 bits or planes.
+"""FlashAttention on Hopper's tensor cores (``wgmma``) with bulk copies (TMA), in 16 bits or in
+planes.
 
-A warpgroup of four warps produces: a few of its threads have the copy engine bring tiles to shared
-memory. The others consume: each multiplies 64 rows. They wait at barriers in shared memory, a pair
-for each slot of a tile: one says that it is full, the other that it is empty again.
+One warpgroup (four warps) of a block produces: a few of its threads let the copy engine load tiles
+into slots of shared memory. The other warpgroups consume: each multiplies 64 rows. Both wait at
+barriers in shared memory. Each slot of a tile has two barriers, one for "full" and one for "empty".
 """
 
 from fa_numba.kernels.mma import rows

@@ -1,13 +1,15 @@
 """FlashAttention-1, backward: K/V outer, Q inner (arXiv 2205.14135, Algorithm 4), on Hopper's
 tensor cores.
 
-One thread block takes one (batch, K/V head): both loops run inside it. Its producer loads Kj and
-Vj for each pass of the outer loop, and row tiles with their L to two slots in turn; two of its
-warps make D of every row tile's dO and O, once more in each pass. A consumer warpgroup has 64
-columns of S and all rows of the tile: it keeps its dK and dV in registers, and P is recomputed from
-L alone. Only dS passes through shared memory, for dQ, which passes through global memory in every
-pass: in float32 (``A``) until the last one rounds it. Lines in comments are as ``kernels`` says.
-Query splits, shared memory and accesses: below the kernel.
+One thread block computes one (batch entry, K/V head): both loops run inside it. Its producers load
+Kj and Vj for each pass of the outer loop, and row tiles with their L into two slots in turn. Two
+producer warps compute D of each row tile from dO and O, again in every pass.
+
+A consumer warpgroup computes 64 columns of S and all rows of the tile. It keeps its dK and dV in
+registers, and computes P again from L. Only dS passes through shared memory, for dQ. dQ passes
+through global memory in every pass: in float32 (``A``) until the last pass of a row tile rounds it.
+``kernels`` explains the lines in comments. Query splits, shared memory and accesses: at the end of
+this file.
 """
 
 from functools import cache
@@ -21,7 +23,7 @@ from fa_numba.parts.records import Gradients, Slot, Tile
 
 @cache
 def make_backward(spec):
-    """The kernel for ``spec``; launched over (query splits, Hk, B) blocks."""
+    """Return the kernel for ``spec``. The grid is (query splits, K/V heads, batch entries)."""
     grid, gradients = bind(spec, wgmma.grid, wgmma.gradients)
     pipeline, pingpong = bind(spec, wgmma.pipeline, wgmma.pingpong)
     visits, fa1_gradients = bind(spec, wgmma.visits, wgmma.fa1_gradients)
@@ -219,12 +221,15 @@ def make_backward(spec):
 
 
 __doc__ = f"""{__doc__ or ""}
-A part of dQ is the same thread's in every pass, so that it reads what it has written itself. With
-query splits several blocks share a head, each with its own rows of Q, and sum dK and dV in float32
-by atomic adds, in no fixed order; a kernel of its own rounds them. Causal or with a window
-counters of the loops spill up to d = 64: 16 bytes a thread, with ``dlse`` 52.
+In every pass, the same thread reads and writes an element of dQ, so that no barrier is needed
+between passes. With query splits, several blocks share a head, and each has its own rows of Q. They
+add dK and dV in float32 atomically, in no fixed order, and a separate kernel rounds the sums. With
+a causal mask or a window, counters of the loops spill up to d = 64: 16 bytes per thread, or 52 with
+a gradient of L.
 
-Shared memory, 16-bit elements, d rounded up to 64:  2 Bc d + 6 Br d + 2 Br Bc + 8 Br, and the
-    barriers; in bytes:  198752 (d=64, 128 x 128), 197728 (d=128, 64 x 128)
-Accesses: those of the kernel on ``mma``, Q, dO and O by TMA.
+Shared memory, 16-bit elements:  2 Bc d + 6 Br d + 2 Br Bc + 8 Br
+    d is rounded up to 64, and the barriers come in addition. In bytes:
+    198752 (d=64, 128 x 128), 197728 (d=128, 64 x 128)
+
+Accesses: those of the kernel on unit "mma". TMA loads Q, dO and O.
 """

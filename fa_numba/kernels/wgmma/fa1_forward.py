@@ -1,13 +1,14 @@
 """FlashAttention-1, forward: K/V outer, Q inner (arXiv 2205.14135, Algorithm 1), on Hopper's tensor
 cores.
 
-One thread block takes one (batch, head): both loops run inside it. O, l and m pass through global
-memory in every pass over K/V, and O is normalised each time: in float32 (``A``) until a row tile's
-last pass rounds it to O; of float32 matrices in planes in O. ``query_splits`` as on CUDA cores.
-A consumer warpgroup has 64 rows of Qi and Oi and all columns, and a producer thread of its own that
-loads these rows: consumers share K and V alone, whose slots all of them must have left before they
-are filled again. m is kept in units of log2.
-Shared memory and accesses: below the kernel.
+One thread block computes one (batch entry, head): both loops run inside it. O, l and m pass through
+global memory in every pass over K/V, and every pass normalises O. O is in float32 (``A``) until the
+last pass of a row tile rounds it. With planes the output is float32, and O itself is used.
+
+A consumer warpgroup computes 64 rows of Qi and Oi, and all columns. One producer thread loads the
+rows of one consumer. The consumers share only K and V. A slot of K or V is filled again after all
+consumers have released it. Query splits are those of unit "simt". m is in units of log2. Shared
+memory and accesses: at the end of this file.
 """
 
 from functools import cache
@@ -21,7 +22,7 @@ from fa_numba.parts.records import Slot, Tile
 
 @cache
 def make_forward(spec):
-    """The kernel for ``spec``; launched over (query splits, Hq, B) blocks."""
+    """Return the kernel for ``spec``. The grid is (query splits, query heads, batch entries)."""
     grid, load, pipeline = bind(spec, wgmma.grid, wgmma.load, wgmma.pipeline)
     products, scores, softmax = bind(spec, wgmma.products, wgmma.scores, wgmma.softmax)
     visits, fa1_state = bind(spec, wgmma.visits, wgmma.fa1_state)
@@ -157,11 +158,20 @@ def make_forward(spec):
 
 
 __doc__ = f"""{__doc__ or ""}
-Shared memory, bytes, d rounded up to 64 in 16 bits and to 32 in float32:  2 Br d + 4 Br d for each
-    slot of Q and O, 4 Bc d for each of K and V, and the barriers; two slots of either where they
-    fit. All in all:  229584 (d=64, 128 x 256), 229488 (d=128, 128 x 256), 221256 (d=192, 64 x 192),
-    229448 (d=256, 64 x 128). At d=256 two consumers leave room for 32 columns of K and V.
-    Of P planes P times as many of Q, K and V, d rounded up to 64, and no O: it comes to registers
-    while P V is on its way. Of two planes:  164016 (d=64, 128 x 192), 196720 (d=128, 128 x 128)
-Accesses, elements per head: those of the kernel on ``mma``; by TMA but for l, m, L and planes' O.
+Shared memory: each slot of Q and O takes 2 Br d + 4 Br d bytes, and each slot of K and V takes 4
+Bc d bytes. Barriers come in addition. There are two slots of each kind if they fit. d is rounded up
+to 64 in 16-bit tiles, and to 32 in float32 tiles. In bytes, all together, at the default tiles:
+
+    229584 (d=64, 128 x 256), 229488 (d=128, 128 x 256), 221256 (d=192, 64 x 192),
+    229448 (d=256, 64 x 128)
+
+At d=256 two consumers leave room for 32 columns of K and V.
+
+With P planes, Q, K and V take P times as much, and d is rounded up to 64. There are no slots of O,
+which is loaded into registers while P V is computed. In bytes, with two planes:
+
+    164016 (d=64, 128 x 192), 196720 (d=128, 128 x 128)
+
+Accesses, elements per head: those of the kernel on unit "mma". TMA makes all of them except those
+of l, m and L, and with planes those of O.
 """

@@ -1,17 +1,14 @@
 """FlashAttention-2, backward: K/V grid, Q inner (arXiv 2307.08691, Algorithm 2), on Hopper's tensor
 cores.
 
-One thread block takes one column tile: the outer loop is the grid. Its producer loads Kj and Vj
-once, and row tiles with their L and D to two slots in turn. A consumer warpgroup has 64 columns of
-S and all rows of the tile: it keeps its dK and dV in registers, and P is recomputed from L alone.
-Only dS passes through shared memory, for dQ. dQ is summed in float32 (``A``) by atomic adds, of
-the copy engine, in no fixed order, then rounded (``fa2_backward_masks``: for calls with masks
-alone); or by a kernel of its own, with Q outer, in one order.
-Several blocks can share a column tile, each with its own query heads of the K/V head, or rows of
-one (``group_splits``). Where a block's number does not say which rows these are, or batch entries
-have lengths of their own, one thread finds them for the whole block (``parts.wgmma.key_tiles``).
-With dropout the producers draw a bit for each element, ahead of the products. Lines in comments are
-as ``kernels`` says. Shared memory and accesses: at the end.
+One thread block computes one column tile: the outer loop becomes the grid. Its producers load Kj
+and Vj once, and row tiles with their L and D into two slots in turn. A consumer warpgroup computes
+64 columns of S and all rows of the tile. It keeps its dK and dV in registers, and computes P again
+from L. Only dS passes through shared memory, for dQ.
+
+The copy engine adds dQ in float32 (``A``) atomically, in no fixed order, and it is rounded later.
+Or a separate kernel with Q outer computes dQ in one order. Lines in comments are as ``kernels``
+explains. Group splits, dropout, shared memory and accesses: at the end of this file.
 """
 
 from functools import cache
@@ -31,8 +28,11 @@ from fa_numba.parts.records import Gradients, QueryRows, RowTiles, Slot, Tile
 
 @cache
 def make_producers(spec):
-    """``produce``, by a thread: Kj and Vj, and row tiles; ``produce_values``, by two warps: their L
-    and D; or, with dropout, ``produce_drawing``, by all: both, and which elements are kept.
+    """Return three device functions for producers.
+
+    - ``produce``, run by one thread, loads Kj and Vj, and row tiles of Q and dO.
+    - ``produce_values``, run by two warps, loads L and D of the row tiles.
+    - ``produce_drawing``, run by the warpgroup with dropout, does both and draws random bits.
     """
     grid, key_tiles, gradients = bind(spec, wgmma.grid, wgmma.key_tiles, wgmma.gradients)
     drawing, visits = bind(spec, wgmma.drawing, wgmma.visits)
@@ -98,8 +98,10 @@ def make_producers(spec):
 
 @cache
 def make_consumer(spec):
-    """``consume``, by a consumer warpgroup: its 64 columns of dK and dV, and its part of dQ, which
-    the copy engine adds; or, where ``make_query_gradients`` computes dQ, no dQ.
+    """Return ``consume``, which a consumer warpgroup runs.
+
+    It computes 64 rows of dK and dV and a part of dQ. The copy engine adds this part to A. If
+    ``make_query_gradients`` computes dQ, ``consume`` does not.
     """
     grid, gradients, pingpong = bind(spec, wgmma.grid, wgmma.gradients, wgmma.pingpong)
     key_tiles, drawing, visits = bind(spec, wgmma.key_tiles, wgmma.drawing, wgmma.visits)
@@ -209,7 +211,7 @@ CONSUMERS = {
 def make_backward(spec, atomic=True):
     """Return the kernel of the variant ``spec.variant``.
 
-    The grid is that of ``key_tiles``: a thread block for each column tile, or for each share of a
+    ``key_tiles`` defines the grid: one thread block for each column tile, or for each share of a
     column tile. ``atomic`` says whether this kernel adds dQ, as the variant does. Otherwise
     ``make_query_gradients`` computes dQ.
     """
@@ -250,12 +252,13 @@ def make_backward(spec, atomic=True):
 
 @cache
 def make_query_gradients(spec):
-    """dQ without atomic adds: a kernel of its own, Q outer; launched over (Tr, Hq, B) blocks, Tr
-    the row tiles of all packed sequences.
+    """Return the kernel that computes dQ without atomic adds. The grid is (Tr, query heads, batch
+    entries).
 
-    S, P, dP and dS are computed once more, and every dQi is summed in one order and written once.
-    The producer loads Qi and dOi once, and column tiles to slots in turn. A consumer warpgroup has
-    64 rows of S and all columns; dS is an operand as it is.
+    For packed sequences, Tr counts the row tiles of all sequences. Q is the outer loop. The kernel
+    computes S, P, dP and dS once more. It adds up each row tile of dQ in one order and writes it
+    once. The producer loads Qi and dOi once, and column tiles into slots in turn. A consumer
+    warpgroup computes 64 rows of S and all columns. dS in registers is the left operand of dS K.
     """
     grid, visits, load = bind(spec, wgmma.grid, wgmma.visits, wgmma.load)
     pipeline, pingpong, products = bind(spec, wgmma.pipeline, wgmma.pingpong, wgmma.products)
@@ -362,12 +365,21 @@ def make_query_gradients(spec):
 
 
 __doc__ = f"""{__doc__ or ""}
-Shared memory, 16-bit elements, d rounded up to 64:  2 Bc d + 4 Br d + 2 Br Bc + 8 Br, 32768
-    bytes for dQ, and the barriers; in bytes:  198728 (d=64, 128 x 128) and 197704 (d=128,
-    64 x 128) with masks alone, 16 fewer otherwise; with lengths, or rows split, 36 more; with
-    dropout Br Bc / 4. Where V's head dimension alone is above 64 dQ takes 16384 bytes: a consumer
-    makes 32 columns of it
-Accesses: those of the kernel on ``mma``, Q and dO by TMA. Of S blocks that share a column tile
-    each loads Kj and Vj, and stores its parts of dKj and dVj in float32; ``round_rows`` adds these
-    up in one order: S Nk d loads and Nk d stores of dK, and of dV.
+With ``group_splits``, several blocks share a column tile. Each has its own query heads of the
+K/V head, or its own rows of one query head. If the number of a block does not give these rows, or
+batch entries have lengths of their own, one thread finds the rows for the block
+(``parts.wgmma.key_tiles``). With dropout, the producers draw one bit per element before the
+products need it. The file ``fa2_backward_masks.py`` contains the consumers for calls that have only
+masks.
+
+Shared memory, 16-bit elements:  2 Bc d + 4 Br d + 2 Br Bc + 8 Br
+    d is rounded up to 64. dQ takes 32768 bytes more, and the barriers come in addition.
+    In bytes, with only masks:  198728 (d=64, 128 x 128) and 197704 (d=128, 64 x 128)
+    Other calls take 16 bytes less. With lengths, or if blocks share rows, 36 bytes more.
+    With dropout, Br Bc / 4 bytes more. If only V's head dimension is above 64, dQ takes 16384
+    bytes: a consumer then computes 32 columns of dQ.
+
+Accesses: those of the kernel on unit "mma". TMA loads Q and dO. If S blocks share a column tile,
+each loads Kj and Vj, and stores its parts of dKj and dVj in float32. ``round_rows`` adds the parts
+in one order, with S Nk d loads and Nk d stores for dK, and as many for dV.
 """

@@ -1,12 +1,12 @@
-"""FlashAttention-2, backward, on Hopper's tensor cores: the consumer of ``fa2_backward`` for calls
-without options but a causal mask or a block mask (arXiv 2307.08691, Algorithm 2).
+"""FlashAttention-2, backward, on Hopper's tensor cores: the consumers of ``fa2_backward`` for calls
+that have no option but a causal mask or a block mask (arXiv 2307.08691, Algorithm 2).
 
-The products Sij and dPij are issued together, so that dPij is computed during the exponentials.
-dQi needs dSij of both consumers. Each stores its part and begins dVj, and only then waits for the
-other's part. dQi leaves registers for shared memory while dKj is computed. Each warp adds its part
-of dQi by one contiguous copy: the sum of dQ lies in fragments (``kernels.mma.rows``). No product of
-the next row tile begins before dKj ends: with the next Sij behind dKj, a trial took 1.2 times as
-long (tests/data/h200_trials.csv).
+The products Sij and dPij begin together, so that dPij is computed during the exponentials. dQi
+needs dSij of both consumers. Each consumer stores its dSij and begins dVj before it waits for the
+other's dSij. dQi moves from registers to shared memory while dKj is computed. Each warp adds its
+part of dQi by one contiguous copy, because the sum of dQ is stored in fragments
+(``kernels.mma.rows``). No product of the next row tile begins before dKj ends. In a trial, the next
+Sij began directly after dKj, and the kernel took 1.2 times as long (tests/data/h200_trials.csv).
 """
 
 from functools import cache
@@ -18,7 +18,7 @@ from fa_numba.parts.records import Slot, Tile
 
 @cache
 def make_masks_consumer(spec):
-    """``consume`` of ``fa2_backward.make_backward``."""
+    """Return the device function ``consume`` for ``fa2_backward.make_backward``."""
     grid, key_tiles, gradients = bind(spec, wgmma.grid, wgmma.key_tiles, wgmma.gradients)
     pingpong, visits = bind(spec, wgmma.pingpong, wgmma.visits)
     (transposed,) = bind(spec.transposed, wgmma.products)  # ST = K QT, dPT = V dOT

@@ -1,13 +1,13 @@
-"""FlashAttention-2, backward, on Hopper's tensor cores: consumers of ``fa2_backward`` for float32
-matrices in two planes of 16 bits (arXiv 2307.08691, Algorithm 2).
+"""FlashAttention-2, backward, on Hopper's tensor cores: the consumers of ``fa2_backward`` for
+float32 matrices in two planes of 16 bits (arXiv 2307.08691, Algorithm 2).
 
-A product is three, one for each pair of planes that is computed. What a tile adds to dV, dK and dQ
-is a sum of its own, and dQ is added from registers to global memory. Up to d = 64 a consumer goes
-by itself: it has 64 columns of S and 64 rows of a tile, makes dQ of these columns and scales its
-dS by a power of two of its own; while it splits P or dS, the other's products are on their way.
-Beyond, dK and dV with such sums do not fit its registers: one makes S, P and dV, the other dP, dS
-and dK.
-Shared memory and accesses: at the end.
+A product of float32 matrices consists of three products of planes. Each tile's part of dV, dK and
+dQ has a sum of its own. The consumers add dQ from registers to global memory.
+
+Up to d = 64, a consumer computes 64 columns of S, 64 rows of a tile and dQ of these columns. It
+multiplies its dS by a power of two of its own. While one consumer splits P or dS, the products of
+the other run. Above d = 64, dK and dV with these sums do not fit into its registers: one consumer
+computes S, P and dV, the other dP, dS and dK. Shared memory and accesses: at the end.
 """
 
 from functools import cache
@@ -19,7 +19,7 @@ from fa_numba.parts.records import GroupThread, Slot, Tile
 
 @cache
 def make_planes_consumer(spec):
-    """``consume`` of ``fa2_backward.make_backward``."""
+    """Return the device function ``consume`` for ``fa2_backward.make_backward``, up to d = 64."""
     grid, key_tiles, gradients = bind(spec, wgmma.grid, wgmma.key_tiles, wgmma.gradients)
     pingpong, visits, planes = bind(spec, wgmma.pingpong, wgmma.visits, wgmma.plane_gradients)
     (products,) = bind(spec, wgmma.products)
@@ -113,7 +113,10 @@ def make_planes_consumer(spec):
 
 @cache
 def make_planes_consumers_by_product(spec):
-    """``consume`` beyond d = 64: one warpgroup makes S, P and dV, the other dP, dS and dK."""
+    """Return the device function ``consume`` above d = 64.
+
+    One warpgroup computes S, P and dV, and the other computes dP, dS and dK.
+    """
     grid, key_tiles, gradients = bind(spec, wgmma.grid, wgmma.key_tiles, wgmma.gradients)
     pingpong, visits, planes = bind(spec, wgmma.pingpong, wgmma.visits, wgmma.plane_gradients)
     products, wide = bind(spec, wgmma.products, wgmma.wide_gradients)
@@ -261,9 +264,12 @@ def make_planes_consumers_by_product(spec):
 
 
 __doc__ = f"""{__doc__ or ""}
-Shared memory, in bytes:  164960 (d=64, 64 x 128), 230496 (d=128, 64 x 64), 32 more with lengths: as
-    of 16-bit matrices with rows of two planes, but dS takes two planes in the place of two slots,
-    and P in float32 that of dQ, which up to d = 64 there is none of.
-Accesses: those of the kernel on ``mma``, with Q and dO by TMA; up to d = 64 each consumer adds to
-    A, 2 Tc Nq d in all.
+Shared memory is that of 16-bit matrices whose rows have two planes, with two differences. dS
+takes two planes in the place of two slots. P in float32 takes the space of dQ. Up to d = 64,
+neither P nor dQ needs space. In bytes, 32 more with lengths:
+
+    164960 (d=64, 64 x 128), 230496 (d=128, 64 x 64)
+
+Accesses: those of the kernel on unit "mma". TMA loads Q and dO. Up to d = 64 each consumer adds to
+A, 2 Tc Nq d in all.
 """

@@ -1,10 +1,11 @@
 """FlashAttention-2, backward: K/V grid, Q inner (arXiv 2307.08691, Algorithm 2), on Hopper's tensor
-cores, for head dimensions above 128: dQ is made by a kernel of its own (``fa2_backward``).
+cores, for head dimensions above 128. A separate kernel computes dQ (``fa2_backward``).
 
-dK and dV of 64 columns fill the registers of a warpgroup each. So both consumer warpgroups have the
-same 64 columns and all rows of a tile: one makes S, P and dV, the other dP, dS and dK. S passes
-from one to the other through shared memory, in float32, each thread's part to its like. The
-producers are those of ``fa2_backward``.
+dK of 64 columns of S fills the registers of a warpgroup, and so does dV. Both consumer warpgroups
+therefore have the same 64 columns, and all rows of a tile. One computes S, P and dV, and the other
+computes dP, dS and dK. S passes from the first to the second through shared memory in float32. Each
+thread reads what the thread at its own position in the other warpgroup has stored. The producers
+are those of ``fa2_backward``.
 """
 
 from functools import cache
@@ -16,8 +17,9 @@ from fa_numba.parts.records import Head, Slot, Tile
 
 @cache
 def make_consumers_by_product(spec):
-    """``consume`` of ``fa2_backward.make_backward``: one warpgroup makes S, P and dV, the other dP,
-    dS and dK.
+    """Return the device function ``consume`` for ``fa2_backward.make_backward``.
+
+    One warpgroup computes S, P and dV, and the other computes dP, dS and dK.
     """
     grid, key_tiles, gradients = bind(spec, wgmma.grid, wgmma.key_tiles, wgmma.gradients)
     pingpong, wide = bind(spec, wgmma.pingpong, wgmma.wide_gradients)
@@ -154,8 +156,9 @@ def make_consumers_by_product(spec):
 
 
 __doc__ = f"""{__doc__ or ""}
-Shared memory, 16-bit elements, d rounded up to 64:  2 Bc d + 4 Br d + 4 Br Bc + 8 Br, and the
-    barriers; in bytes:  181320 (d=192, 64 x 64), 230472 (d=256, 64 x 64);
-    with dropout Br Bc / 4 more
-Accesses: those of the kernel on ``mma`` without its adds to A, Q and dO by TMA.
+Shared memory, 16-bit elements:  2 Bc d + 4 Br d + 4 Br Bc + 8 Br
+    d is rounded up to 64, and the barriers come in addition. In bytes:
+    181320 (d=192, 64 x 64), 230472 (d=256, 64 x 64); with dropout Br Bc / 4 more
+
+Accesses: those of the kernel on unit "mma" without its adds to A. TMA loads Q and dO.
 """

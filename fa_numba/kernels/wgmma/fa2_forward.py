@@ -1,12 +1,13 @@
 """FlashAttention-2, forward: Q outer, K/V inner (arXiv 2307.08691, Algorithm 1), on Hopper's tensor
-cores, as FlashAttention-3 arranges it (arXiv 2407.08608, Algorithms 1 and 2).
+cores, with the schedule of FlashAttention-3 (arXiv 2407.08608, Algorithms 1 and 2).
 
-A block stays on its multiprocessor and takes one work tile, a row tile Qi (line 3), after another,
-as a counter gives them out. Its producers, single threads, run ahead: one loads Qi, and writes for
-the others which rows and head they are; one loads Kj and Vj, or, of pages, one Kj and one Vj.
-A consumer warpgroup has 64 rows of Qi and all columns. While it computes the softmax of one column
-tile, its P V of the tile before, and the other warpgroups' products, keep the tensor cores busy;
-while it writes Oi, the first S of the next work tile. Shared memory and accesses: at the end.
+A persistent thread block computes one work tile after the other. A work tile is a row tile Qi (line
+3), and a counter in global memory assigns it. One producer thread loads Qi and writes the position
+of the work tile to shared memory. Another loads Kj and Vj; with pages, two threads do this.
+
+A consumer warpgroup computes 64 rows of Qi and all columns. During its softmax, the tensor cores
+compute its P V of the tile before, and products of other consumers. While it writes Oi, they
+compute the first S of its next work tile. Shared memory and accesses: at the end of this file.
 """
 
 from functools import cache
@@ -22,7 +23,9 @@ from fa_numba.parts.records import Head, Out, Slot, Tile
 
 @cache
 def make_forward(spec):
-    """The kernel for ``spec``; launched over the blocks that the GPU holds, or one a work tile."""
+    """Return the kernel for ``spec``. The grid has as many blocks as the GPU can hold, or one per
+    work tile.
+    """
     grid, load, pipeline = bind(spec, wgmma.grid, wgmma.load, wgmma.pipeline)
     products, scores, softmax = bind(spec, wgmma.products, wgmma.scores, wgmma.softmax)
     scheduler, pingpong, epilogue = bind(spec, wgmma.scheduler, wgmma.pingpong, wgmma.epilogue)
@@ -186,17 +189,26 @@ def make_forward(spec):
 
 
 __doc__ = f"""{__doc__ or ""}
-S, P, O, m and l stay in registers, m in units of log2. Of float32 matrices in planes the sums of
-one tile of P V are apart from O, and O leaves in float32, straight from registers.
+S, P, O, m and l stay in registers, with m in units of log2. With planes, the sums for P V of one
+tile are separate from O, and O goes from registers to global memory in float32.
 
-Shared memory, 16-bit elements, d rounded up to 64:  (stages of Q) Br d + 2 stages Bc d; in bytes
-    at the default tiles:  114688 (d=64, 192 x 128), 196608 (d=128, 128 x 128), 229376 (d=256, 128
-    x 80, one stage of Q); in P planes P times as many. Behind these the barriers, four words of a
-    work tile for each slot of Q and, with a block mask, one for each of K: which tile comes next.
-    Of a V with a head dimension of its own: half of the 2 stages by it, Q by the larger, since O
-    leaves by way of a slot of Q; 213104 (192 and 128, 128 x 128, one stage of Q, all in all)
-Accesses, elements per head:  loads Nq d + 2 Tr Nk d, stores Nq d + Nq; with a causal mask only the
-    K/V tiles that row tile i sees. Where the query heads of a K/V head share row tiles, rows of Q
-    being few, 2 Tr Nk d for all of them, Tr of all their rows. With S splits Q is loaded S times,
-    and in place of O and L leave S (Nq d + 2 Nq), for merge_splits.
+Shared memory, 16-bit elements:  (stages of Q) Br d + 2 stages Bc d
+    d is rounded up to 64. In bytes at the default tiles:  114688 (d=64, 192 x 128), 196608
+    (d=128, 128 x 128), 229376 (d=256, 128 x 80, one stage of Q)
+    With P planes, the tiles are P times as large.
+
+Behind the tiles come the barriers, four words for each slot of Q, which describe a work tile, and
+with a block mask one word for each slot of K, which says which column tile comes next. If V has its
+own head dimension, it gives the size of the slots of V. The larger one of both head dimensions then
+gives the size of the slots of Q, because O passes through a slot of Q. The complete size is then
+213104 bytes (192 and 128, 128 x 128, one stage of Q).
+
+Accesses, elements per head:
+    loads   Nq d + 2 Tr Nk d
+    stores  Nq d + Nq
+
+With a causal mask, a block loads only the K/V tiles that its row tile sees. If query heads share
+row tiles, because there are few rows of Q, the heads together load 2 Tr Nk d, where Tr counts the
+row tiles of all their rows. With S key splits, Q is loaded S times. The kernel then stores S (Nq d
++ 2 Nq) elements for ``merge_splits``, in place of O and L.
 """
