@@ -37,7 +37,7 @@ from fa_numba.parts.lanes import FULL_WARP, max_of_lanes, sum_of_lanes
 from fa_numba.parts.records import Head
 
 WARPS = 8
-# Splits that one warp takes by itself; beyond these eight share the row.
+# Up to this number of splits one warp merges a row, otherwise eight warps.
 FEW_SPLITS = 8
 
 
@@ -66,7 +66,7 @@ def make_merge(facts):
         facts, grid_parts, fragments.pairs if DTYPES[facts.dtype].matrix else simt.epilogue
     )
     d, W, heads = facts.head_dim, facts.row_warps, facts.tile_heads
-    PAIRS = ceil_div(d, 64)  # that a lane has of a row
+    PAIRS = ceil_div(d, 64)  # pairs of elements of a row per lane
     RO, TOGETHER, ROWS = 2 * PAIRS, max(1, 8 // PAIRS), WARPS // W
     RA, VALUES, NS = RO * TOGETHER, W * 64 * PAIRS, W * (64 * PAIRS + 2)
     read_floats = make_read_floats(facts)
@@ -91,7 +91,7 @@ def make_merge(facts):
         splits = uint32(A.shape[0])
         shared = Head(b, group, group, uint32(0), uint32(0), options)
 
-        # m_s and l_s, of a split a lane
+        # m_s and l_s: each lane reads one split
         split, m_s, l_s = uint32(first + W * lane), NEG_INF, float32(0.0)
         if there and split < splits:
             m_s = grid.rows_of_split(m, split, shared)[place]
@@ -104,7 +104,7 @@ def make_merge(facts):
         # l = sum_s e^(m_s - m) l_s
         f_s = exp2(m_s - shift)
         l_new = sum_of_lanes(f_s * l_s, 32, 1)
-        # O = sum_s e^(m_s - m) O_s, of several splits on their way together
+        # O = sum_s e^(m_s - m) O_s; several splits are loaded at the same time
         for e in range(RO):
             rO[e] = float32(0.0)
         n = uint32(0)
@@ -125,7 +125,7 @@ def make_merge(facts):
                     rO[e] = rO[e] + f * rA[u * RO + e] if seen else rO[e]
             n = uint32(n + TOGETHER)
 
-        if W > 1:  # the same of the warps that share the row
+        if W > 1:  # combine the warps that share the row in the same way
             for c in range(PAIRS):
                 at = uint32(warp * (64 * PAIRS) + 2 * lane + 64 * c)
                 sO[at] = rO[2 * c]
@@ -133,7 +133,7 @@ def make_merge(facts):
             if lane == uint32(0):
                 sO[uint32(VALUES + 2 * warp)] = m_new
                 sO[uint32(VALUES + 2 * warp + 1)] = l_new
-            cuda.syncthreads()  # what the others have is there
+            cuda.syncthreads()  # the results of the other warps are there
             for w in range(W):
                 m_new = maximum(m_new, sO[VALUES + 2 * w])
             shift = m_new

@@ -33,7 +33,7 @@ from fa_numba.parts.fragments.planes import FINITE, make_split, power_of_two
 from fa_numba.parts.lanes import max_of_lanes, sum_of_lanes
 from fa_numba.parts.namespace import part
 
-WARPS, ROWS = 8, 4  # of a block, and that a warp has on their way together
+WARPS, ROWS = 8, 4  # warps of a block, and rows that a warp loads at the same time
 WARPS_OF_HEAD = 128
 
 

@@ -44,7 +44,7 @@ def make_sink_gradients(features):
             row = thread
             while row < Nq:
                 l, d = L[b, h, row], D[b, h, row]
-                if l != NEG_INF:  # a row that sees nothing, of a head without a sink
+                if l != NEG_INF:  # a row that sees no column
                     total -= exp2(LOG2E * (s - l)) * d
                 row = uint32(row + THREADS)
             b = uint32(b + 1)

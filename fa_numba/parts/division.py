@@ -57,5 +57,5 @@ def modulo(x, d, inverse):
     return rest if d > int32(0) else int32(-rest)
 
 
-# What texts of a caller's functions call.
+# The functions that the text of a user's function calls.
 DIVISION = {"divisor": divisor, "floor_divide": floor_divide, "modulo": modulo}

@@ -16,8 +16,8 @@ from fa_numba.parts.layout import make_column, make_row, make_warp_column
 from fa_numba.parts.namespace import part
 
 APART, DRAW_ROWS, DRAW_COLUMNS = masks.APART, masks.DRAW_ROWS, masks.DRAW_COLUMNS
-# Elements of a thread's tile up to which each draw has code of its own, by which FA-2's forward
-# pass takes 0.57 to 0.82 of the time on an H200. Beyond, registers would spill.
+# Up to this number of elements per thread, each draw has code of its own. FA-2's forward pass then
+# takes 0.57 to 0.82 of the time on an H200. With more elements, registers would spill.
 UNROLLED = 64
 
 _philox = device_function(masks.make_philox(uint32, uint64))
@@ -75,7 +75,7 @@ def _make_dropped(rows, columns, column_step):
     and a bit is 1 if its element is dropped. The first element is at (row, col). Neighbouring rows
     of the draw are APART rows apart, and neighbouring columns ``column_step`` columns.
     """
-    # Bits of a place that say which of the draw's elements; those of the others are known.
+    # The thread's position decides these bits of a row and a column, and the loop the other bits.
     ROW = APART * DRAW_ROWS - 1 - APART * (rows - 1)
     COL = APART * DRAW_COLUMNS - 1 - column_step * (columns - 1)
 

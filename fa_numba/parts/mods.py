@@ -28,7 +28,8 @@ from fa_numba.parts.lanes import FULL_WARP, sum_of_lanes
 from fa_numba.parts.layout import make_column, make_row
 from fa_numba.parts.namespace import part
 
-# Elements, and lines of all of them, of a loop that the compiler unrolls, as registers need.
+# The compiler unrolls a loop over registers. The largest number of elements of such a loop, and
+# of source lines of all its elements.
 AT_A_TIME, LINES = 8, 128
 
 _distance = device_function(masks.distance)
@@ -197,7 +198,7 @@ def _make_changed(spec, unit):
         i, j = inside(row, col, head)
         score_and_factor = rS[e], unit
         s = score_mod(score_and_factor, int32(head.b), int32(head.h), i, j, origin, head.options)
-        # Beyond the last row are zeros, which stay those of rows of zeros where rows are summed.
+        # If the kernel adds up rows, rows beyond the matrix must keep their zeros.
         if not keeps or uint32(row) < head.Nq:
             rS[e] = s
 
@@ -475,7 +476,7 @@ def make_p_and_slope(spec):
         p = exp2(x - shift)
         p = float32(0.0) if hidden else p
         if dropout:
-            p = p if kept else -p  # as ``drop`` has it
+            p = p if kept else -p  # as ``drop`` marks it
         return p, g * slope, s
 
     return p_and_slope

@@ -84,8 +84,9 @@ _B = TypeVar("_B")
 _C = TypeVar("_C")
 
 
-# Editors and mypy see the classes of the packages' ``__init__.pyi`` in place of modules, where each
-# part has the name that it has in kernels (.ci/part_names.py): what goes in comes out.
+# Editors and mypy see the classes of the packages' ``__init__.pyi`` in place of modules. In these
+# classes, each part has the name that kernels use (.ci/part_names.py). For editors and mypy,
+# ``bind`` therefore returns its arguments.
 @overload
 def bind(spec: Any, one: _A, /) -> tuple[_A]: ...
 @overload

@@ -104,7 +104,7 @@ def _make_scale_and_mask(spec, unit, hides_blocks, ahead=False):
     sparse, hides_blocks = features.sparse, hides_blocks and features.sparse
     add_bias = make_add_bias(spec, unit, ahead)
     score_mod, mask_mod = features.score_mod is not None, features.mask_mod is not None
-    # Without a cap a function scales them itself, by the ``scale`` that it is given.
+    # Without a cap, ``score_mod`` gets the scale as an argument and applies it.
     scales = not spec.folds_scale and (softcap or not score_mod)
     score_factor, inner = make_score_factor(spec.stays), make_inner(spec.stays)
     has_inner = bool(spec.stays and spec.stays.inner)
@@ -130,8 +130,9 @@ def _make_scale_and_mask(spec, unit, hides_blocks, ahead=False):
             apply_score_mod(rS, ONE if softcap else scale, own)
         if alibi:
             slope = unit * options.slopes[head.b, head.h]
-            # Columns count from this thread's first, so that they are constants, and rows from
-            # there: one number becomes a float for a row. Columns past the end are hidden below.
+            # Columns and rows count from this thread's first column. The columns are then
+            # constants, and only one number per row is converted to float. Columns past the end
+            # are hidden below.
             first = int32(int32(col0 + column_of(thread.tx, 0)) - diagonal)
             for i in range(TM):
                 row = uint32(row0 + row_of(thread.ty, i))
@@ -145,7 +146,7 @@ def _make_scale_and_mask(spec, unit, hides_blocks, ahead=False):
         last = uint32(col0 + (COLUMNS - 1))
         inside = last < head.Nk
         if causal:
-            along = int32(int32(last) - int32(row0))  # in 32 bits: a sum of two would take 64
+            along = int32(int32(last) - int32(row0))  # Numba subtracts in int64
             inside = inside and _visible_causal(int32(0), along, diagonal)
         if window:
             left, right = options.window_left, options.window_right
@@ -160,15 +161,15 @@ def _make_scale_and_mask(spec, unit, hides_blocks, ahead=False):
             block = options.block_mask[head.b, head.h, row0 // uint32(Br), col0 // uint32(Bc)]
             inside = inside and block != 0
         if not inside:
-            # Columns count from this thread's first, so that they are constants, and rows from the
-            # one whose diagonal column that is.
+            # Columns count from this thread's first column, so that they are constants. Rows count
+            # from the row that has this column on its diagonal.
             first = int32(col0 + column_of(thread.tx, 0))
             top = int32(first - diagonal)
             for i in range(TM):
                 row = int32(int32(row0 + row_of(thread.ty, i)) - top)
                 for j in range(TN):
                     col = int32(column_of(uint32(0), j))
-                    if causal:  # hides the matrix's end too: the last row sees column Nk - 1
+                    if causal:  # hides columns past Nk - 1 too, the last row's last column
                         visible = _visible_causal(row, col, 0)
                     else:
                         visible = col < int32(int32(head.Nk) - first)

@@ -17,7 +17,7 @@ from fa_numba.parts.lanes import FULL_WARP, max_of_lanes, sum_of_lanes
 from fa_numba.parts.layout import make_head_of_row, make_owns, make_row
 from fa_numba.parts.namespace import part
 
-# Up to so many registers of O are scaled without asking whether a maximum is new.
+# Up to this number of registers of O, O is scaled without a test whether a maximum is new.
 LARGEST_SCALED = 64
 
 
@@ -84,7 +84,7 @@ def _make_take_sinks(spec, whole_rows):
             head, thread = tile.head, tile.thread
             for i in range(TM):
                 there = owns(i)
-                if q_lens:  # a row past the end has no sink either
+                if q_lens:  # a row past the end has no sink
                     there = there and uint32(tile.i0 + row_of(thread.ty, i)) < head.Nq
                 if there:
                     rm[i] = LOG2E * head.options.sinks[head_of_row(head, thread.ty, i)]
@@ -145,7 +145,7 @@ def make_normalise_rows(spec):
             if rl[i] != float32(0.0):
                 factor = float32(1.0) / rl[i]
             for c in range(DN4):
-                # V may hold NaN or inf, and 0 times those is no 0.
+                # V can contain NaN or inf, and 0 times NaN or inf is NaN.
                 rO[i * DN4 + c] = rO[i * DN4 + c] * factor if factor != float32(0.0) else factor
 
     return normalise_rows

@@ -12,9 +12,9 @@ from fa_numba.device import cuda, device_function, int32, uint32
 from fa_numba.parts.namespace import part
 from fa_numba.parts.records import Head
 
-# Of what a block mask's lists say of a row tile in FlashAttention-1's pass over a column tile, one
-# word: where the row tile after it begins, and in these bits whether it visits more column tiles,
-# and whether this is the first of them, which starts its O, l and m, or dQ.
+# With a block mask, FlashAttention-1 describes a visit by one word. The low bits are the first row
+# of the next row tile. Bit MORE says whether the row tile visits a later column tile. Bit STARTS
+# says whether this visit is the first of the row tile, which initialises O, l and m, or dQ.
 MORE, STARTS = 1 << 29, 1 << 28
 
 
@@ -349,7 +349,7 @@ def make_visit_ahead(spec):
 
     def visit_ahead(i_next, i0, j0, head):
         j_first, j_end = column_range(i0, uint32(i0 + Br), head)
-        # Lists have an entry past the end: no branch, so that all are on their way at once.
+        # The lists have an entry past the end. No branch is needed, and all loads start at once.
         columns, b, h, i = head.options.next_column, head.b, head.h, i0 // uint32(Br)
         after = columns[b, h, i, uint32(j0 // uint32(Bc) + uint32(1))]
         first = columns[b, h, i, j_first // uint32(Bc)]

@@ -203,7 +203,7 @@ def make_round_fragments(head_dim, dtype):
         b, h, thread = uint32(cuda.blockIdx.z), uint32(cuda.blockIdx.y), uint32(cuda.threadIdx.x)
         Ah, dQh = A[b, h], dQ[b, h]
         rows, tile = uint32(dQh.shape[0]), uint32(thread % TILES)
-        line = uint32(thread // TILES)  # of the 8 in each group
+        line = uint32(thread // TILES)  # the row among the first 8 rows of a group
         group, line = uint32(cuda.blockIdx.x * GROUPS + line // 8), uint32(line % 8)
         row, col = uint32(FRAGMENT_ROWS * group + line), uint32(8 * tile)
         place = uint32(FRAGMENT * tile + 16 * line)

@@ -17,7 +17,7 @@ from fa_numba.kernels.simt.softmax import THREADS, WARPS, sum_of_block
 from fa_numba.mods.blocks import EMPTY, FULL, MIXED
 from fa_numba.parts.mods import called
 
-LISTING = 32  # threads of a block that lists
+LISTING = 32  # threads of a block in the second kernel
 
 
 @cache
@@ -40,7 +40,7 @@ def make_blocks(features, Br, Bc):
         seen, e = float32(0.0), thread
         while e < uint32(elements):
             i, j = uint32(i0 + e // uint32(Bc)), uint32(j0 + e % uint32(Bc))
-            if i < uint32(Nq) and j < uint32(Nk):  # noqa: SIM102  what it reads is within
+            if i < uint32(Nq) and j < uint32(Nk):  # noqa: SIM102  reads only inside of the matrix
                 if mask_mod(int32(b), int32(h), int32(i), int32(j), int32(0), options):
                     seen += float32(1.0)
             e = uint32(e + uint32(THREADS))

@@ -30,7 +30,7 @@ from fa_numba.parts.softmax import exp_of_difference
 ALGORITHMS = ("naive", "safe", "online")
 THREADS = 256
 WARPS = THREADS // 32
-# Elements that a thread has on their way at a time, and what all threads have.
+# Elements that a thread, and the block, load at the same time.
 EACH = 4
 STEP = EACH * THREADS
 
@@ -169,7 +169,7 @@ def make_online_softmax():
             for e in range(EACH):
                 d += exp_of_difference(rx[e], m)
             j = uint32(j + STEP)
-        # The threads' (m, d) merged as its section 3.1 merges two
+        # Merge the (m, d) of all threads as section 3.1 of the paper merges two
         m_old = m
         m = max_of_block(m, sm, thread)
         d = sum_of_block(d * exp_of_difference(m_old, m), sd, thread)

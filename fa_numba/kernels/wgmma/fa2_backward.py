@@ -72,7 +72,7 @@ def make_producers(spec):
     def produce_drawing(shared, rows, K, V, group, options):
         Q, dO, L, D = rows
         j0, head, h_end, i_first, i_end = key_tiles.key_tile(shared.words, Q, K, group, options)
-        # Whether this thread loads the matrices, and whether L and D
+        # Whether this thread loads the matrices, and whether it loads L and D
         first, of_values = cuda.threadIdx.x == 0, 32 <= cuda.threadIdx.x < 96
         if first:
             # Alg. 2 line 6: load Kj, Vj
@@ -197,7 +197,7 @@ def make_consumer(spec):
     return consume
 
 
-# What makes ``consume``, by the name of the consumers in the row of ``tiling.wgmma_variants``.
+# Name of the consumers in ``tiling.wgmma_variants`` -> the factory of ``consume``.
 CONSUMERS = {
     "columns": make_consumer,
     "masks": make_masks_consumer,
@@ -224,7 +224,7 @@ def make_backward(spec, atomic=True):
     rows = array_type(3)
     sums = queries if spec.variant.copies_dq else array_type(4)
     columns = tiled_type(4, spec.features.packed)
-    if spec.splits_group or spec.planes > 1:  # parts of sums, or float32
+    if spec.splits_group or spec.planes > 1:  # the results are float32
         columns = array_type(4)
     arrays = [queries, keys, keys, queries, rows, rows, sums, columns, columns]
 
@@ -271,7 +271,7 @@ def make_query_gradients(spec):
 
     @device_function
     def produce(shared, Q, K, V, dO, group, options):
-        pages = cuda.local.array(1, uint32)  # of K and V in one piece: none
+        pages = cuda.local.array(1, uint32)  # not used without pages
         i0, head = dq_kernel.dq_row_tile(Q, K, group, options)
         j0, j_end = visits.column_range(i0, uint32(i0 + Br), head)
         bars, once = shared.bars, Slot(uint32(0), uint32(0))

@@ -20,11 +20,12 @@ from fa_numba.intrinsics.arithmetic import ONE, inverse_power, maximum
 from fa_numba.parts.fragments.pairs import conversions
 from fa_numba.parts.namespace import part
 
-# What a scaled plane of P is multiplied by: float16 has 2^-24 at the least, and P is at most 1; or
-# not much more backward, where L may be of other scores to a rounding.
+# Scaled planes of P are multiplied by these powers of two. The smallest float16 is 2^-24, and P is
+# at most 1. In the backward pass P can be slightly larger, because L was rounded.
 P_SCALE, P_SCALE_BACKWARD = float32(2.0**15), float32(2.0**13)
-# Of the largest element that float16 planes are scaled by, which they have from 2^13 to 2^14: it is
-# taken to lie between these, so that the powers are float32, and inf is not asked.
+# Scaling moves the largest element of an array to 2^13 or above, and below 2^14. Elements above
+# FINITE (inf and NaN) are ignored. The largest element counts as at least _LEAST and at most _MOST,
+# so that the powers of two are float32 numbers.
 TARGET, FINITE = float32(2.0**13), float32(3.4028234e38)
 _LEAST, _MOST = float32(2.0**-100), float32(2.0**126)
 

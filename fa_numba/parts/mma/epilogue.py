@@ -36,7 +36,7 @@ def make_write_tile(spec):
 
     def write_tile(rO, sO, O, warp_row, row0, rows_end, thread):
         if wide:
-            cuda.syncwarp()  # nobody reads these rows any more
+            cuda.syncwarp()  # all lanes have read these rows
             store_rows(sO, rO, thread)
             cuda.syncwarp()  # this warp's rows are there
             write_whole(sO, O, warp_row, row0, rows_end, uint32(0), uint32(d))
@@ -151,7 +151,7 @@ def _make_write_whole(count, rows, uneven):
             r, c = first_chunk(lane())
             first = uint32(row0 + warp_row + r)
             left = int32(int32(rows_end) - int32(first))
-            c = uint32(c ^ exchange(r + down))  # the chunk that lies there
+            c = uint32(c ^ exchange(r + down))  # the chunk that is stored at this index
             row, col = int64(first) + down, uint32(col0 + c + right)
             mine = left > int32(down)
             full = mine and uint32(col + 7) < cols_end

@@ -192,7 +192,7 @@ def make_initialise_dq(spec):
                 i0 = row0
                 while i0 < rows_end:
                     if is_unseen(i0, head):
-                        if not sparse:  # whose first visit reads no A
+                        if not sparse:  # otherwise the first visit does not read A
                             write_sums(rdQ, Ah, i0, rows_end, 0)
                         write_rounded(rdQ, dQh, scale, i0, rows_end, 0)
                         if TWICE:

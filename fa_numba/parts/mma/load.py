@@ -77,7 +77,7 @@ def make_value_columns(spec):
     return make_columns(spec.of_values)
 
 
-# As on CUDA cores.
+# The name that kernels on CUDA cores use too.
 make_k = make_columns
 
 
@@ -261,7 +261,7 @@ def make_half_tile(count, rows, threads, aligned, page_size=0, heads=1):
             down, right = turn(n)
             r, c = first_chunk(cuda.threadIdx.x)
             at = uint32(place + first_place(cuda.threadIdx.x, r, c) + down * pitch + right)
-            c = uint32(c ^ exchange(r + down))  # the chunk that lies there
+            c = uint32(c ^ exchange(r + down))  # the chunk that is stored at this index
             row = uint32(row0 + r)
             left = int32(int32(rows_end) - int32(row))
             row, col = int64(row) + down, uint32(col0 + c + right)
@@ -293,7 +293,7 @@ def _make_load_paged_tile(count, rows, threads, aligned, page_size):
     first_chunk, turn = make_first_chunk(chunks), make_turn(chunks)
     first_place, pitch = make_first_place(rows, chunks), rows.pitch
     exchange, page_of = make_exchange(rows), make_page_of(page_size)
-    # A warp has the chunks of 16 rows or less, of one page: its first lane reads for all.
+    # The rows of a warp in a turn, 16 at most, are in one page: lane 0 looks it up for all.
     shared = turns_in_a_page(page_size, count, threads, chunks.width) * chunks.along
 
     def load_paged_tile(sT, place, T, row0, rows_end, col0, cols_end):
@@ -303,7 +303,7 @@ def _make_load_paged_tile(count, rows, threads, aligned, page_size):
             down, right = turn(n)
             r, c = first_chunk(cuda.threadIdx.x)
             at = uint32(place + first_place(cuda.threadIdx.x, r, c) + down * pitch + right)
-            c = uint32(c ^ exchange(r + down))  # the chunk that lies there
+            c = uint32(c ^ exchange(r + down))  # the chunk that is stored at this index
             row, col = uint32(row0 + r + down), uint32(col0 + c + right)
             there = row < uint32(rows_end) and (whole or r < uint32(count - down))
             if n % shared == 0:

@@ -35,7 +35,7 @@ from fa_numba.parts.mma.swizzle import make_further
 from fa_numba.parts.namespace import part
 from fa_numba.tiling.mma_backward import UNITS
 
-# Turns of a loop over registers that is unrolled.
+# The number of turns of a loop over registers, which the compiler unrolls.
 UNROLLED = 2
 
 
@@ -227,7 +227,7 @@ def _make_add_columns_from(sums, first):
 # --- backward ----------------------------------------------------------------------------------
 
 
-# Whose units these are, of a tile's, in shared memory; behind them lies each warp's largest |dS|.
+# Indices of the factors for dQ, dK and dV in ``units_of_tile``.
 OF_DQ, OF_DK, OF_DV = range(UNITS)
 
 

@@ -56,7 +56,7 @@ def make_combine(spec):
             rf = cuda.local.array(TM, float32)
             warp = uint32(cuda.threadIdx.x) // uint32(32)
             for i in range(TM):
-                # Counted from the warp after the owner
+                # The number of this warp, counted from the warp after the owner
                 n = uint32(uint32(warp + (W - 1 - i % W)) % uint32(W))
                 if not owns(i):
                     at, values = part_at(n, i), values_at(n, i, thread.ty)

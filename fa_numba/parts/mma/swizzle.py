@@ -60,7 +60,7 @@ def make_first_place(rows, chunks):
     assert chunks.width % rows.group == 0, "what is exchanged is of one turn"
 
     def first_place(thread, r, c):
-        if whole:  # a turn's rows, of a group each, are threads in a row: saves a register
+        if whole:  # consecutive threads, so that no register is needed for r
             return uint32(uint32(thread) * uint32(CHUNK))
         return uint32(r * pitch + c)
 

@@ -121,7 +121,7 @@ def _make_row_dots(spec):
 
     def row_dots(rD, rL, sdO, O, tile):
         thread = tile.thread
-        # Of the next row the lanes begin half a line further, in other banks.
+        # The lanes of the next row begin half a line further, in other banks.
         tx = uint32(thread.tx + thread.ty % uint32(2) * uint32(TURN)) % uint32(TX)
         thread = Thread(thread.ty, tx)
         rO = cuda.local.array(RO, float32)

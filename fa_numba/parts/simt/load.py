@@ -73,7 +73,7 @@ def _make_tile_by_columns(per_thread, apart, chunks, places, width):
         if col < uint32(cols_end):
             there = int32(min(int32(width), int32(cols_end - col)))
         for n in range(per_thread):
-            # r is below apart, a power of two: what the swizzle makes of their sum is its parts'.
+            # r is below apart, a power of two: the flip of the sum is the xor of both flips.
             at = uint32(first + n * apart * pitch + (flipped ^ flip(n * apart) // 4))
             count = there if uint32(row + n * apart) < uint32(rows_end) else int32(0)
             copy_async(sT, at, T, uint32(row + n * apart), col, count)
@@ -243,7 +243,7 @@ def make_paged_tile(rows, columns, places, threads, aligned, page_size):
             col = uint32(col0 + c)
             there = row < uint32(rows_end) and copy < uint32(copies)
             if n % shared == 0:
-                # The lane that has the first of this warp's chunks in the page reads for those.
+                # The lane with the warp's first chunk in this page looks it up for the others.
                 begin = int32(uint32(r // uint32(common)) * uint32(common * chunks))
                 first = max(int32(0), int32(begin - int32(uint32(copy // uint32(32)) * 32)))
                 page = page_of(table, row, there, first)

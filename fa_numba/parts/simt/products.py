@@ -14,7 +14,8 @@ from fa_numba.parts.dropout import make_kept
 from fa_numba.parts.namespace import part
 from fa_numba.parts.simt.swizzle import flip_of
 
-# Columns of Q and K that one running sum takes: beyond that its rounding shows in the gradients.
+# The largest number of columns of Q and K in one sum. The rounding of longer sums would show in the
+# gradients.
 LONGEST_SUM = 128
 
 

@@ -161,7 +161,7 @@ def _make_ds_of_modified_rows(spec):
     p_and_ds = make_p_and_ds(spec, values_of, make_ds_of_kept(spec))
 
     def ds_of_rows(rdS, rdP, rS, rL, rD, tile):
-        p_and_ds(rdP, rS, (rL, rL, rD), tile)  # the first stands for sums: none here
+        p_and_ds(rdP, rS, (rL, rL, rD), tile)  # no sums: the first rL is not used
         for e in range(0, COUNT, 2):
             rdS[e // 2] = pack(rdP[e], rdP[e + 1])
 

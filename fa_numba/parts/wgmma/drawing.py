@@ -47,7 +47,7 @@ def make_draw_tile(spec):
         own = uint32(cuda.threadIdx.x)
         if own < Bc:
             lane = uint32(own % uint32(32))
-            last = uint32((uint32(head.options.threshold) >> uint32(16)) - 1)  # of what is dropped
+            last = uint32((uint32(head.options.threshold) >> uint32(16)) - 1)  # is dropped
             less = uint32(uint32((0x10000 - last) & 0xFFFF) * 0x10001)
             last = uint32(last * 0x10001)
             col = uint32(j0 + (own - lane) + lane // uint32(4))
@@ -60,7 +60,7 @@ def make_draw_tile(spec):
                     high = _kept(even[1], odd[1], even[3], odd[3], last, less)
                     first = uint32(first + uint32(low << uint32(4 * n)))
                     second = uint32(second + uint32(high << uint32(4 * n)))
-                # Anew: no register is kept for the place while others are needed.
+                # Compute them again, so that they take no register during the loop.
                 own = opaque(uint32(cuda.threadIdx.x))
                 lane = uint32(own % uint32(32))
                 place = uint32(slot.stage * (WORDS * THREADS) + 2 * (own - lane) + lane)

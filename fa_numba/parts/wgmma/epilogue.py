@@ -48,7 +48,7 @@ def make_write_out(spec):
         row0, head, thread = tile.i0, tile.head, tile.thread
         unscale_output(rO, head)
         if splits:
-            sync_group(thread.w)  # nobody of this warpgroup reads Qi any more
+            sync_group(thread.w)  # this warpgroup has read Qi
             release(shared.bars, slot, thread)
             write_split(rO, rl, rm, split, row0, rows_of(out.rows, head), head, thread)
         else:
@@ -77,7 +77,7 @@ def make_write_queries(spec):
 
     def write_queries(rO, sQ, slot, O, row0, head, thread):
         if floats:
-            sync_group(thread.w)  # nobody of this warpgroup reads Qi any more
+            sync_group(thread.w)  # this warpgroup has read Qi
             write_floats(rO, O, row0, head, thread)
         else:
             write(rO, sQ, uint32(slot.stage * NQ), O, row0, head, thread)

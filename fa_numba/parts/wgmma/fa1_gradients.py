@@ -42,7 +42,7 @@ from fa_numba.parts.wgmma.load import make_key_box, make_tile, whole_box
 from fa_numba.tiling.wgmma import GROUP_ROWS, PANEL
 
 WARP = 32
-DOT_THREADS = 64  # that make D
+DOT_THREADS = 64  # threads that compute D
 CHUNK = 8  # 16-bit elements in 16 bytes
 
 
@@ -163,7 +163,7 @@ def make_next_by_word(spec):
         if sparse:
             if grouped:
                 h_next = shared.words[uint32(2 * slot.stage + 1)]
-                cuda.syncwarp()  # one thread says for its warp that the slot is read
+                cuda.syncwarp()  # all lanes have read, before one releases the slot
             i_next = next_by(visit)
         elif grouped and i_next >= i_end:
             h_next, i_next = uint32(h + 1), i_first
@@ -359,8 +359,8 @@ def make_row_dots(spec):
 # --- dQ --------------------------------------------------------------------------------------
 
 
-# A part of dQ is always the same thread's: it reads what it has written itself in the pass before,
-# which needs no fence and no barrier.
+# In every pass, the same thread reads and writes an element of dQ. It reads what it has written
+# itself in the pass before, which needs no fence and no barrier.
 def pairs_of_dq(spec):
     """Return the distance, in rows and columns, of each pair of a thread's dQ from its first
     element.
@@ -459,7 +459,7 @@ def make_initialise_dq(spec):
                 i0 = row0
                 while i0 < rows_end:
                     if is_unseen(i0, member(first, h)):
-                        if not sparse:  # whose first visit reads no A
+                        if not sparse:  # otherwise the first visit does not read A
                             write_sums(rdQ, A[b, h], i0, rows_end, thread)
                         write_rounded(rdQ, dQ[b, h], scale, i0, rows_end, thread)
                     i0 = uint32(i0 + Br)

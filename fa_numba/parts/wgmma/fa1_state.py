@@ -367,7 +367,7 @@ def make_initialise(spec):
                         write_fragments(rO, query_rows(out.O, head), i0, rows_end, thread)
                     else:
                         write_tile(rO, shared.sQ, uint32(0), out.O, i0, head, thread)
-                        if sparse:  # whose first visit reads no A
+                        if sparse:  # with a block mask, the first visit does not read A
                             sync_group(thread.w)
                         else:
                             write_sums(rO, shared.sO, uint32(0), out.A, i0, head, thread)

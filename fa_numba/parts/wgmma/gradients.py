@@ -61,8 +61,8 @@ from fa_numba.tiling.spec import FRAGMENT, FRAGMENT_ROWS
 from fa_numba.tiling.wgmma import GROUP, GROUP_ROWS, PANEL
 
 WARP = 32
-FLOATS = 32  # of a box's row
-VALUE_THREADS = 64  # that load L and D
+FLOATS = 32  # floats in a row of a box
+VALUE_THREADS = 64  # threads that load L and D
 
 
 @part
@@ -507,8 +507,8 @@ def make_ds_of_kept(spec):
 
     def ds_of_kept(p, dp, d, options):
         if dropout:
-            # P is negative where it was dropped. kept is 2 P, or 0: additions, for the units that
-            # have least to do.
+            # P is negative if it was dropped. kept is then 0, otherwise 2 P. The additions run on
+            # units that have little else to do.
             kept = p + abs(p)
             return kept * (dp * (float32(0.5) * options.inverse_keep)) - abs(p) * d
         return p * (dp - d)
@@ -644,8 +644,8 @@ def make_add_dq(spec):
         w, tx, ty = thread.w, thread.tx, thread.ty
         if tx == uint32(0) and ty == uint32(0):
             wait_boxes_read()
-        sync_group(w)  # the last part has been read
-        # Anew: no registers are kept for the places all through the loop.
+        sync_group(w)  # the copy engine has read the part before
+        # Computed again here, so that they take no registers during the loop.
         own_thread = opaque(uint32(uint32(cuda.threadIdx.x) - GROUP))
         quad = uint32(own_thread // 4)
         row, col = uint32(quad % 32 // 8 * 16 + quad % 8), uint32(own_thread % 4)
@@ -707,8 +707,8 @@ def make_copy_dq(spec):
         Ah, first = query_rows(A, head), uint32(cuda.threadIdx.x) % uint32(32) == uint32(0)
         if first:
             wait_boxes_read()
-        cuda.syncwarp()  # the last part has been read
-        # Anew: no registers are kept for the places all through the loop.
+        cuda.syncwarp()  # the copy engine has read the part before
+        # Computed again here, so that they take no registers during the loop.
         within = opaque(uint32(uint32(cuda.threadIdx.x) % uint32(GROUP)))
         lane, warp = uint32(within % 32), uint32(within // 32)
         own = uint32(PART * uint32(4 * thread.w + warp))
@@ -785,7 +785,7 @@ def _make_write_part(spec):
 
     def write_part(rdK, sK, A, row0, head, thread):
         if thread.tx == uint32(0) and thread.ty == uint32(0):
-            wait_boxes_read()  # those of dQ, before the thread ends
+            wait_boxes_read()  # the copies of dQ must be read before the thread ends
         write(rdK, key_rows(A, head), row0, thread)
 
     return write_part

@@ -8,7 +8,7 @@ from fa_numba.device import cuda, float32, uint32
 from fa_numba.parts.bias import make_block_state
 from fa_numba.parts.namespace import part
 
-STATE_AT = 30  # the bits of a word from there on are a state, those below what comes after
+STATE_AT = 30  # the first bit of the state in a word; the bits below say what comes after
 
 
 @part
@@ -42,7 +42,7 @@ def make_read_word(spec):
 
     def read(rBS, words, at):
         word = words[at]
-        cuda.syncwarp()  # one thread says for its warp that the slot is read
+        cuda.syncwarp()  # all lanes have read, before one releases the slot
         if reads_state:
             rBS[0] = float32(uint32(word >> uint32(STATE_AT)))
             word = uint32(word & uint32(below))

@@ -17,7 +17,7 @@ from fa_numba.parts.records import Box, Shared, SharedWithO
 from fa_numba.parts.wgmma.pipeline import make_acquire, make_own
 from fa_numba.tiling.wgmma import GROUP_ROWS, PANEL
 
-# By the number of threads that load K and V: which one loads K, and which one V.
+# Number of threads that load K and V -> (thread that loads K, thread that loads V).
 COLUMN_PRODUCERS = {1: (32, 32), 2: (32, 64)}
 
 
@@ -124,7 +124,7 @@ def make_columns(spec):
     produces_k, produces_v = make_produces_k(spec), make_produces_v(spec)
 
     def columns(shared, K, V, j0, head, slot):
-        pages = cuda.local.array(PAGES, uint32)  # not used where K and V are in one piece
+        pages = cuda.local.array(PAGES, uint32)  # not used without pages
         look_up(pages, j0, head)
         if produces_k():
             acquire_k(shared.bars, slot)

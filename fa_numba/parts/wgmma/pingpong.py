@@ -39,7 +39,7 @@ def make_first_turn(spec):
     groups, threads, turns = spec.consumers, GROUP * spec.consumers, spec.takes_turns
 
     def first_turn(w):
-        # Constant barriers: one in a register takes all sixteen.
+        # The barriers are constants: a number in a register would reserve all 16 barriers.
         if turns and w > uint32(0):
             arrive_named(TURN_0, threads)
         if turns and groups == 3 and w == uint32(2):

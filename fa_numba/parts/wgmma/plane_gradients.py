@@ -279,7 +279,7 @@ def make_add_own_dq(spec):
 
     def add_own_dq(rdQ, A, row0, col0, unit, head):
         Ah = query_rows(A, head)
-        # Anew: no registers are kept for the places all through the loop.
+        # Computed again here, so that they take no registers during the loop.
         within = opaque(uint32(uint32(cuda.threadIdx.x) % uint32(GROUP)))
         lane, warp = uint32(within % 32), uint32(within // 32)
         first, col = uint32(row0 + FRAGMENT_ROWS * warp + lane // 4), uint32(col0 + 2 * (lane % 4))

@@ -24,12 +24,14 @@ from fa_numba.parts.wgmma.load import make_produces_k
 from fa_numba.parts.wgmma.pipeline import make_acquire, make_commit, make_release_alone, make_wait
 from fa_numba.tiling.wgmma import WORK_WORDS
 
-# Low bits of a word that name a batch entry, of fewer than 2^16; those above name a split.
+# The low bits of a word that contain the batch entry, below 2^16. The bits above contain the split.
 ENTRY_BITS = 16
-# Bytes of K and V that heads computed side by side may have, so that the L2 cache serves them.
+# The largest size of K and V, in bytes, of heads that are computed at the same time, so that L2
+# can hold them.
 TOGETHER = 16 << 20
-# A block takes its next work tile when at most so many column tiles of the last one taken are left:
-# soon enough for Q to come in time, late enough that the last work tiles go to blocks without work.
+# A block takes its next work tile when at most this number of column tiles of the current one is
+# left. This is early enough to load Q in time. It is late enough that the last work tiles go to
+# blocks that have no work.
 LAST_TILES = 8
 
 
@@ -349,7 +351,7 @@ def make_is_long(spec):
     This is so if the row tile i0 still visits a column tile that is LAST_TILES or more tiles after
     j0. Without the measure "late" the result is false.
     """
-    soon = LAST_TILES * spec.Bc if spec.takes_late else 1 << 31  # beyond all columns: never
+    soon = LAST_TILES * spec.Bc if spec.takes_late else 1 << 31  # beyond all columns: false
     next_column = make_next_column(spec)
 
     def is_long(j0, j_end, i0, head):
