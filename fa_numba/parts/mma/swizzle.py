@@ -13,7 +13,9 @@ from fa_numba.tiling.mma_rows import CHUNK
 
 @part
 def make_exchange(rows):
-    """Make ``exchange(row)``, which returns the bits of the columns that are flipped in a row."""
+    """Make ``exchange(row)``, which returns a mask: the bits of the column that are flipped in this
+    row.
+    """
     TURN, group = rows.turn_rows, rows.group
 
     def exchange(row):
@@ -52,9 +54,10 @@ def make_first_place(rows, chunks):
     """Make ``first_place(thread, r, c)``, which returns the index in shared memory of a thread's
     first chunk.
 
-    ``chunks`` is the ``ChunkMap``, and (r, c) is the thread's first chunk in it. The thread with
-    this index copies the chunk that the swizzle stores there: the one at column c ^ exchange(r) of
-    row r. In other turns the index is a constant further, with the swizzle of that turn's row.
+    ``chunks`` is the ``ChunkMap``, and (r, c) is the thread's first chunk in it. The thread copies
+    the chunk that the swizzle stores at this index, which is the one at column c ^ exchange(r) of
+    row r. In other turns, the index is larger by a constant, and the swizzle is that of the turn's
+    row.
     """
     pitch, whole = rows.pitch, rows.pitch == chunks.right == CHUNK * rows.group
     assert chunks.width % rows.group == 0, "what is exchanged is of one turn"
