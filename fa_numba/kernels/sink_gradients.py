@@ -28,7 +28,7 @@ WARPS = 16
 
 @cache
 def make_sink_gradients(features):
-    """Return the kernel. The grid is (query heads, 1, 1)."""
+    """Return the kernel for calls with these ``features``. The grid is (query heads, 1, 1)."""
     (grid,) = bind(RowFacts(features), grid_parts)
     THREADS = 32 * WARPS
     rows = array_type(3)

@@ -188,7 +188,9 @@ def make_scale_kept(spec):
 
 @part
 def kept_if(dropout):
-    """Make ``kept(p, options)`` of ``make_kept``, for a compile-time flag ``dropout``."""
+    """Make the function ``kept(p, options)`` that ``make_kept`` describes, for a flag
+    ``dropout``.
+    """
 
     def kept(p, options):
         if dropout:

@@ -1,7 +1,7 @@
 """FlashAttention-1, backward: K/V outer, Q inner (arXiv 2205.14135, Algorithm 4), on tensor cores.
 
-One thread block computes one (batch entry, K/V head): both loops. Every pass computes D again and
-moves dQ through global memory: in float32 (``A``) until the last pass. Details: at the end.
+One thread block computes one (batch entry, K/V head): both loops run inside it. Each pass computes
+D again, and moves dQ through global memory, in float32 (``A``) until the last. More: at the end.
 """
 
 from functools import cache

@@ -34,11 +34,11 @@ THREADS = 32 * WARPS
 
 @cache
 def make_row_sums(head_dim, d_v, dtype, aligned, clear, features):
-    """Return the kernel of Alg. 2 line 4: D = rowsum(dO o O) - dL. The grid is (Nq / 4, query
-    heads, B).
+    """Return the kernel that computes D = rowsum(dO o O) - dL. The grid is (Nq / 4, query heads,
+    B).
 
-    D is without dL if the loss has no gradient of L. With ``clear`` it also does line 3: A = 0. A
-    warp computes one row.
+    This is line 4 of Algorithm 2. D is without dL if the loss has no gradient of L. With ``clear``
+    the kernel also sets A = 0 (line 3). A warp computes one row.
     """
     facts = RowFacts(features, d_v, dtype, aligned)
     grid, pairs, gradients = bind(facts, mma.grid, mma.pairs, mma.gradients)
@@ -79,7 +79,7 @@ def make_round_rows(head_dim, dtype, aligned, splits=1, precision=""):
 
     The result can also be dK or dV. It is in 16 bits, or in float32 with a ``precision``. A warp
     rounds one row. The sum can consist of ``splits`` parts, which are neighbours along the axis of
-    heads of A. The parts are added in their order.
+    heads of A. The parts are added in the order of their numbers.
     """
     facts = RowFacts(replace(PLAIN, precision=precision), head_dim, dtype, aligned)
     (pairs,) = bind(facts, mma.pairs)
@@ -111,9 +111,11 @@ def make_round_rows(head_dim, dtype, aligned, splits=1, precision=""):
 
 
 def rows_of_sums(head_dim):
-    """Return (lanes, rows): the lanes of a row in ``make_group_row_sums``, and the rows of a block.
+    """Return two numbers for ``make_group_row_sums``: the lanes that share a row, and the rows of a
+    block.
 
-    A lane takes 8 elements of O and of dO. The rows are a multiple of 16, a group of fragments.
+    A lane reads 8 elements of O and of dO. The rows are a multiple of 16, the rows of a group of
+    fragments.
     """
     lanes = 1
     while 8 * lanes < head_dim:
@@ -123,11 +125,11 @@ def rows_of_sums(head_dim):
 
 @cache
 def make_group_row_sums(head_dim, dtype, features):
-    """Return the kernel of Alg. 2 lines 3 and 4 for an A in fragments: A = 0, D = rowsum(dO o O) -
-    dL.
+    """Return the kernel that computes D = rowsum(dO o O) - dL and A = 0, for an A in fragments.
 
-    The grid is (Nq / rows, query heads, B), with the rows of ``rows_of_sums``. D is without dL if
-    the loss has no gradient of L. Each thread reads O and dO, and writes A, in pieces of 16 bytes.
+    These are lines 3 and 4 of Algorithm 2. The grid is (Nq / rows, query heads, B), with the rows
+    of ``rows_of_sums``. D is without dL if the loss has no gradient of L. Each thread reads O and
+    dO, and writes A, in pieces of 16 bytes.
     """
     (grid, gradients) = bind(RowFacts(features, head_dim, dtype, True), mma.grid, mma.gradients)
     _, unpack = conversions(dtype)
@@ -182,7 +184,7 @@ def make_group_row_sums(head_dim, dtype, features):
 
 
 def groups_of_rounding(head_dim):
-    """Return the groups of 16 rows that a block of ``make_round_fragments`` takes."""
+    """Return how many groups of 16 rows a block of ``make_round_fragments`` rounds."""
     return max(1, THREADS // head_dim)
 
 

@@ -36,8 +36,8 @@ MAX_WARPS = 8
 
 @cache
 def make_standard_scores(spec, slopes=False):
-    """Return the kernel S = scale Q KT, masked (line 1). The grid is (Tr, query heads, batch
-    entries).
+    """Return the kernel that computes S = scale Q KT, masked (line 1). The grid is (Tr, query
+    heads, B).
 
     With ``slopes``, the kernel multiplies the array S by the derivatives of the scores instead.
     These are the derivatives of a cap and of ``score_mod``.
@@ -100,13 +100,13 @@ def make_standard_scores(spec, slopes=False):
 
 @cache
 def make_standard_softmax(row_halves, warps, return_lse, features, dtype):
-    """Return the kernel P = softmax(S) by rows (line 2), with dropout. The grid is (Nq, query
+    """Return the kernel that computes P = softmax(S) by rows (line 2). The grid is (Nq, query
     heads, B).
 
-    A row is kept in shared memory if ``row_halves`` is above 0, which is then the longest possible
-    row. With 0, the row is read from global memory twice. Each of the 32 ``warps`` threads computes
-    an online softmax over its own chunks of eight columns. The (m, l) of all threads are then
-    merged.
+    The kernel also drops elements of P if the call has dropout. It keeps a row of up to
+    ``row_halves`` elements in shared memory. If ``row_halves`` is 0, it reads the row from global
+    memory twice. Each of the 32 ``warps`` threads computes an online softmax over its own chunks of
+    eight columns. The (m, l) of all threads are then merged.
     """
     resident = row_halves > 0
     NR = max(row_halves, 8)
@@ -184,7 +184,9 @@ def make_standard_softmax(row_halves, warps, return_lse, features, dtype):
 
 @cache
 def make_standard_output(spec):
-    """Return the kernel O = P V (line 3). The grid is (Tr, query heads, batch entries)."""
+    """Return the kernel that computes O = P V (line 3). The grid is (Tr, query heads, batch
+    entries).
+    """
     grid, load, products = bind(spec, mma.grid, mma.load, mma.products)
     (epilogue,) = bind(spec, mma.epilogue)
     Br, STEP = spec.Br, spec.step

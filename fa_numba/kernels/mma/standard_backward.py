@@ -31,7 +31,7 @@ from fa_numba.parts.namespace import RowFacts
 
 @cache
 def make_standard_transposed_output(spec):
-    """Return the kernel dV = PT dO, or dK = dST Q. The grid is (Tc, K/V heads, batch entries).
+    """Return the kernel that computes dV = PT dO, or dK = dST Q. The grid is (Tc, K/V heads, B).
 
     It adds up the query heads of a group. ``spec`` is that of the transposed tile: its rows are the
     columns of P.
@@ -95,14 +95,15 @@ def make_standard_transposed_output(spec):
 
 @cache
 def make_standard_score_gradients(row_halves, warps, features, dtype):
-    """Return the kernel dS = scale P o (dP - rowsum(P o dP) + dL). The grid is (Nq, query heads,
-    B).
+    """Return the kernel that computes dS = scale P o (dP - rowsum(P o dP) + dL), in the place of
+    dP.
 
-    dS overwrites dP. dS / scale is also added to ``dbias`` if the call wants it. With dropout, P is
-    replaced by P without the dropped elements, for dV.
+    The grid is (Nq, query heads, batch entries). dS / scale is also added to ``dbias`` if the call
+    wants it. With dropout, the dropped elements of P become 0 and the kept ones are multiplied by 1
+    / (1 - dropout_p), for dV.
 
-    A row of P and a row of dP are kept in shared memory if ``row_halves`` is above 0, which is then
-    the longest possible row. With 0, the rows are read from global memory twice.
+    The kernel keeps a row of P and a row of dP of up to ``row_halves`` elements in shared memory.
+    If ``row_halves`` is 0, it reads the rows from global memory twice.
     """
     resident = row_halves > 0
     NR = max(row_halves, 8)

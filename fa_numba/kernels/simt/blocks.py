@@ -63,8 +63,8 @@ def make_lists():
     """Return the kernel that lists the visited blocks. The grid is (max(Tr, Tc) / LISTING, H, B).
 
     ``next_column[b, h, i, j]`` becomes the number of the first visited block from j on in row i of
-    blocks. It is Tc if there is none. ``next_row[b, h, j, i]`` is the same along column j of
-    blocks, and Tr if there is none.
+    blocks, or Tc if there is none. ``next_row[b, h, j, i]`` becomes the number of the first visited
+    block from i on in column j of blocks, or Tr if there is none.
     """
     states, numbers = array_type(4, types.uint8), array_type(4, types.int32)
 

@@ -13,11 +13,11 @@ WARPS = 4
 
 @cache
 def make_row_sums(head_dim, d_v, clear, features):
-    """Return the kernel of Alg. 2 line 4: D = rowsum(dO o O) - dL. The grid is (Nq / 4, query
-    heads, B).
+    """Return the kernel that computes D = rowsum(dO o O) - dL. The grid is (Nq / 4, query heads,
+    B).
 
-    D is without dL if the loss has no gradient of L. With ``clear`` it also does line 3: dQ = 0. A
-    warp computes one row.
+    This is line 4 of Algorithm 2. D is without dL if the loss has no gradient of L. With ``clear``
+    the kernel also sets dQ = 0 (line 3). A warp computes one row.
     """
     grid, gradients = bind(RowFacts(features), simt.grid, simt.gradients)
 

@@ -84,8 +84,8 @@ def sum_of_block(d, s, thread):
 
 @cache
 def make_naive_softmax():
-    """Return the kernel Y = softmax(X) by rows (Algorithm 1). The grid has one block for each row
-    of X.
+    """Return the kernel that computes Y = softmax(X) by rows (Algorithm 1). The grid has one block
+    per row.
     """
 
     def naive_softmax(X, Y):
@@ -110,8 +110,8 @@ def make_naive_softmax():
 
 @cache
 def make_safe_softmax():
-    """Return the kernel Y = softmax(X) by rows (Algorithm 2). The grid has one block for each row
-    of X.
+    """Return the kernel that computes Y = softmax(X) by rows (Algorithm 2). The grid has one block
+    per row.
     """
 
     def safe_softmax(X, Y):
@@ -146,8 +146,8 @@ def make_safe_softmax():
 
 @cache
 def make_online_softmax():
-    """Return the kernel Y = softmax(X) by rows (Algorithm 3). The grid has one block for each row
-    of X.
+    """Return the kernel that computes Y = softmax(X) by rows (Algorithm 3). The grid has one block
+    per row.
     """
 
     def online_softmax(X, Y):

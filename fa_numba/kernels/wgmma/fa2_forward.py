@@ -6,8 +6,8 @@ A persistent thread block computes one work tile after the other. A work tile is
 of the work tile to shared memory. Another loads Kj and Vj; with pages, two threads do this.
 
 A consumer warpgroup computes 64 rows of Qi and all columns. During its softmax, the tensor cores
-compute its P V of the tile before, and products of other consumers. While it writes Oi, they
-compute the first S of its next work tile. Shared memory and accesses: at the end of this file.
+compute its P V of the tile before, and products of other consumers. While it writes Oi, the tensor
+cores compute the first S of its next work tile. Details: at the end of this file.
 """
 
 from functools import cache

@@ -78,8 +78,9 @@ def make_split(dtype, planes):
 
 @part
 def _make_split(dtype, planes):
-    """Make ``split`` of ``make_split``. It stores one plane, and calls the next function of this
-    kind for the rest.
+    """Make the function that ``make_split`` describes.
+
+    It stores one plane, and calls the next function of this kind for the rest.
     """
     pack, unpack = conversions(dtype)
     rest = _make_split(dtype, planes - 1) if planes > 1 else _nothing

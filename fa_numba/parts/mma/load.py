@@ -283,7 +283,7 @@ def make_half_tile(count, rows, threads, aligned, page_size=0, heads=1):
 
 @part
 def _make_load_paged_tile(count, rows, threads, aligned, page_size):
-    """Make the function ``half_tile`` of ``make_half_tile`` for K or V in pages.
+    """Make the function that ``make_half_tile`` describes, for K or V in pages.
 
     Its argument T is a tuple: the array of all pages, the K/V head, and the sequence's row of the
     block table.

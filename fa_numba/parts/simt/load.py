@@ -55,7 +55,7 @@ def make_tile(rows, columns, places, threads, aligned):
 
 @part
 def _make_tile_by_columns(per_thread, apart, chunks, places, width):
-    """Make ``tile`` of ``make_tile`` for tiles in which all copies of a thread are in one column.
+    """Make the function that ``make_tile`` describes, if all copies of a thread are in one column.
 
     The copies of a thread are ``apart`` rows from each other. The address of the first copy
     therefore gives the addresses of all.
@@ -218,7 +218,7 @@ def make_p(spec):
 
 @part
 def make_paged_tile(rows, columns, places, threads, aligned, page_size):
-    """Make the function ``tile`` of ``make_tile`` for K or V in pages.
+    """Make the function that ``make_tile`` describes, for K or V in pages.
 
     Its argument ``T`` is the tuple that ``grid.key_rows`` returns for pages. Each page has
     ``page_size`` rows.

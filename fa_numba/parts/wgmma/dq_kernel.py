@@ -149,7 +149,7 @@ def make_ds_of_rows(spec):
 
 @part
 def _make_ds_of_modified_rows(spec):
-    """Make ``ds_of_rows`` of ``make_ds_of_rows`` for scores that stay in registers until dS."""
+    """Make the function that ``make_ds_of_rows`` describes, for ``features.scores_stay``."""
     TN, COUNT = spec.TN, spec.TM * spec.TN
     pack, _ = CONVERSIONS[DTYPES[spec.dtype].matrix]
 

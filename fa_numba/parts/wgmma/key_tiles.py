@@ -29,7 +29,8 @@ from fa_numba.parts.wgmma.scheduler import sequence_tile_of
 
 @part
 def _make_range_in_chunk(spec):
-    """Make ``row_range`` of ``visits.make_row_range``, with no rows for a column tile beyond K.
+    """Make the function that ``visits.make_row_range`` describes, with no rows for a column tile
+    beyond K.
 
     The last chunk of column tiles (``spec.chunk_tiles``) can contain such tiles.
     """
