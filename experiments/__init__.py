@@ -52,7 +52,7 @@ def load(experiment: str, machine: str | None = None, *, frame: bool | None = No
     Raises
     ------
     ValueError
-        If there are no recorded numbers with this name.
+        If there are no recorded numbers of this experiment, or none on this machine.
     ImportError
         If `frame` is true and pandas is not installed.
 

@@ -279,6 +279,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     -------
     int
         0 for success, 1 for an error, 130 if interrupted.
+
+    Raises
+    ------
+    SystemExit
+        If an argument is wrong (exit status 2), or after ``--help`` and ``--version``.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # set at the top of this file
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -262,8 +262,9 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
 def _rows(found: Any, expected: Any, seed: int, **common: Any) -> Iterator[Row]:
     """Yield the losses of one training run, and the differences from `expected`.
 
-    `found` and `expected` are results of `train`; `expected` is of REFERENCE with the same seed.
-    The first loss, every EVERY-th loss and the held-out loss are yielded.
+    `found` and `expected` are results of `train`; `expected` is of REFERENCE with the same seed. If
+    `expected` is None, and for REFERENCE itself, no differences are yielded. The first loss, every
+    EVERY-th loss and the held-out loss are yielded.
     """
     losses, held_out = found
     steps = len(losses)

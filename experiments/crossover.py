@@ -1,8 +1,9 @@
 """Finds from which sequence length FlashAttention is faster than standard attention (claim C9).
 
 The figure shows two ratios: the time of standard attention over the time of each loop order, and
-the time of torch's unfused attention over the time of torch's fused kernel. N goes from 64 to 4096
-in fine steps, in fp16 and fp32, with few and with many heads. The bytes are from the model.
+the time of torch's unfused attention over the time of torch's fused kernel. N takes the powers of
+two from 64 to 4096, and the lengths half-way between them. The calls are in fp16 and fp32, with few
+and with many heads. The bytes are from the model.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -2,9 +2,10 @@
 
 M is the size of the on-chip memory in floats. The theory is FlashAttention's Theorem 2, Saha and Ye
 (arXiv 2402.07443), and for the backward pass Li et al. (arXiv 2410.09397). There are two choices of
-tiles for each M: by line 1 of FlashAttention's Algorithm 1, and by fa_numba's planner. The figure
-has closed forms, counts, L2 and DRAM bytes, the published bounds, and the range in which standard
-attention with square blocks needs fewer accesses.
+tiles for each M in the forward pass: by line 1 of FlashAttention's Algorithm 1, and by fa_numba's
+planner. The figure has closed forms, counts, L2 and DRAM bytes, the published bounds, and the
+accesses of standard attention with square blocks. The text above the table names the M from which
+FA-1 needs fewer accesses than standard attention.
 """
 
 import math
@@ -61,8 +62,8 @@ def blocked_standard(problem: Problem, M: float, pass_: str = "fwd") -> float:
         softmax  loads N^2                                              stores N^2
         O        loads N^2 max(1, d / b) of P, N^2 d / b of V           stores N d
 
-    Below M = d^2 the sum is proportional to N^2 d / sqrt(M), the bound of Saha and Ye. In the
-    backward pass (FA-1's Algorithm 3), P is in global memory:
+    For M far below d^2, the sum is about proportional to N^2 d / sqrt(M), the bound of Saha and Ye.
+    In the backward pass (FA-1's Algorithm 3), P is in global memory:
 
         dP          loads 2 N^2 d / b                                   stores N^2
         dS          loads 2 N^2 of P and dP, 2 N d and N for row sums   stores N^2, N of row sums

@@ -238,7 +238,8 @@ def shares(rows: Sequence[Row], speed: float, head_dim: int) -> dict[str, float]
 def gains(rows: Sequence[Row]) -> dict[str, float]:
     """Return the gain of each step as {series: time of the step before / time of the step}.
 
-    For FA-1, the gain compares rows divided over the warps with keys divided over the warps.
+    The gain of TWO_STAGES is over the step with 32 rows a warp. For FA-1, the gain compares rows
+    divided over the warps with keys divided over the warps.
     """
     times = values(rows, "series", metric="time")
     pairs = [(LADDER[-2].series, TWO_STAGES.series), ("fa1-mma-keys", "fa1-mma-rows")]
@@ -259,7 +260,8 @@ def predictions(causal: bool = False) -> dict[str, float]:
 def _split(rows: Sequence[Row], causal: bool) -> tuple[dict[Problem, list[Row]], dict[str, str]]:
     """Return the rows of calls by problem, and the labels of the measured series.
 
-    Rows of LIMITS and of the problem ABLATED are left out.
+    `causal` says whether the rows with or the rows without a causal mask are returned. Rows of
+    LIMITS and of the problem ABLATED are left out.
     """
     calls = [r for r in rows if r.series not in LIMITS and r.causal == causal]
     calls = [r for r in calls if r.seqlen_q != ABLATED.seqlen_q]

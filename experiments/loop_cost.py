@@ -1,8 +1,8 @@
 """Changes FA-1 into FA-2 in single steps, and measures what each step gains.
 
 The steps follow section 3 of the FlashAttention-2 paper. The rows of Q are divided over the warps;
-O is not normalised between passes; one logsumexp replaces l and m; Q becomes the outer loop, with
-one thread block per head; the grid covers the sequence; FA-2's own tiles are used; a causal mask
+O is not normalised between passes; Q becomes the outer loop, with one thread block per head; one
+logsumexp replaces l and m; the grid covers the sequence; FA-2's own tiles are used; a causal mask
 skips tiles. FA-1 with query splits is measured too. The setting is FA-2's at N=4096, forward and
 backward, in fp32 and fp16, on Hopper also by wgmma. For each step, the time, accesses,
 instructions, L2 and DRAM bytes are measured or computed. The operations other than matrix products
@@ -139,9 +139,9 @@ def factors(found: Steps) -> dict[str, float | None]:
         total = splits x order x tiles           the loop order changes on a full grid
         order = instructions x waiting x rest
 
-    `warps` is the gain of a step before these. `instructions` is FA-1's number of instructions
-    divided by FA-2's. `waiting` is FA-2's rate of issued instructions per cycle divided by FA-1's.
-    `rest` is the remaining factor: idle multiprocessors and the clock.
+    `warps` is the gain of an earlier step, which `total` does not contain. `instructions` is FA-1's
+    number of instructions divided by FA-2's. `waiting` is FA-2's rate of issued instructions per
+    cycle divided by FA-1's. `rest` is the remaining factor: idle multiprocessors and the clock.
 
     If FA-1 was also measured at FA-2's tiles, `tiles` is FA-1's gain by these tiles. `total` then
     starts from FA-1 with its own tiles.
@@ -333,7 +333,7 @@ _TRAFFIC = {"model": "accesses, GB", "l2": "L2, GB", "dram": "DRAM, GB"}
 def table(rows: Sequence[Row], units: Sequence[str] = UNITS) -> Table | None:
     """Return the table of the factors of each problem, or None without rows.
 
-    Below it is a second table with all steps of one problem.
+    A second table, below the first table, contains all steps of one problem.
     """
     every = problems_of(rows, units)
     plain = _plain(every)

@@ -1,8 +1,9 @@
 """Compares time and accesses of both loop orders at equal unit, dtype, tiles and work.
 
 The numbers of FA-1 (K/V outer) are divided by the numbers of FA-2 (Q outer) at equal tiles, on
-every unit. FA-1 runs on the paper's grid and with query splits. The figure shows time, accesses, L2
-and DRAM bytes over N in FA-2's setting, and over batch size times heads.
+every unit. FA-1 runs on the paper's grid and with query splits. The figures show ratios of times,
+accesses, L2 bytes and DRAM bytes over N in FA-2's setting. Ratios of times and accesses are also
+shown over batch size times heads.
 """
 
 import itertools
@@ -232,9 +233,10 @@ _LINES = {
 
 
 def detail(rows: Sequence[Row], over_heads: bool) -> Any:
-    """Draw all ratios of FA-1 to FA-2 over N or, if `over_heads`, over batch x heads.
+    """Draw ratios of FA-1 to FA-2 over N or, if `over_heads`, over batch x heads.
 
-    There is a row of panels per unit and a column per head dimension. Return None without rows.
+    The ratios are of times (on the paper's grid and on a full grid), accesses and L2 bytes. There
+    is a row of panels per unit and a column per head dimension. Return None without rows.
     """
     found = {
         place: ratio for place, ratio in _every(rows).items() if in_setting(place[1]) != over_heads
@@ -342,7 +344,11 @@ def _tiles(ax: Any, found: Mapping[tuple[bool, int], tuple[int, int]], over_head
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
-    """Return the table of times and ratios at the shortest and the longest N."""
+    """Return the table of times and ratios at the shortest and the longest N.
+
+    Only problems whose DRAM bytes were measured are in the table. If there are no such problems,
+    all problems of FA-2's setting are considered.
+    """
     every = {
         (unit, p): mine
         for p, mine in variants.problems_of(rows).items()

@@ -1,9 +1,10 @@
-"""Measures the bandwidth of each memory level and draws a roofline with every kernel.
+"""Measures the bandwidth of each memory level and draws rooflines with our attention kernels.
 
 The memory levels are DRAM, L2 and shared memory, as in the FlashAttention paper's Fig. 1 left.
-Kernels that only read give the bandwidths, over the number of bytes that they read. Matrix products
-by torch give the peak speed. Each attention kernel is placed between these limits by its FLOPs, its
-measured bytes and its time.
+Kernels that only read give the bandwidths. The bandwidth of global memory is measured over the size
+of the array that a kernel reads repeatedly. Matrix products by torch give the peak speed. The
+attention kernels are the kernels on CUDA cores in fp32, and on mma in fp16. The FLOPs, the measured
+bytes and the time of a kernel give the kernel's position below the roofs.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -174,9 +175,13 @@ def points(rows: Sequence[Row]) -> dict[Place, dict[str, float]]:
 
 
 def paper() -> dict[tuple[str, str], float]:
-    """Return the numbers of an A100 that FlashAttention's papers print, by (memory, metric).
+    """Return the numbers of an A100 that FlashAttention's papers print.
 
-    An example of a key is ("SRAM", "bandwidth").
+    | key | number |
+    |---|---|
+    | (memory, "bandwidth"), such as ("SRAM", "bandwidth") | TB/s |
+    | (memory, "capacity") | bytes |
+    | (dtype, "peak"), such as ("float16", "peak") | TFLOP/s |
     """
     lines = published_numbers.lookup(paper="fa1", item="Fig. 1 left")
     lines += published_numbers.lookup(paper="fa2", item="Section 3.1")
@@ -275,8 +280,8 @@ def _roofline(
 def _names(ax: Any, shown: Mapping[Place, Mapping[str, float]]) -> None:
     """Write the name of each kernel at its large mark.
 
-    The name is above the mark of the faster pass of a series, and below the mark of the slower
-    pass.
+    The names of standard attention are to the right of the marks. For any other series, the name is
+    above the mark of the faster pass, and below the mark of the slower pass.
     """
     for (series, pass_, dtype), of in shown.items():
         other = shown.get((series, "fwd" if pass_ == "bwd" else "bwd", dtype), {})
@@ -342,7 +347,7 @@ def _size(size: float | None) -> str:
 
 
 def roofline(rows: Sequence[Row]) -> tables.Table | None:
-    """Return the table of all forward kernels, with the limit of each kernel's speed."""
+    """Return the table of the measured forward kernels, with the limit of each kernel's speed."""
     found, speeds, peaks = points(rows), bandwidths(rows), products(rows)
     lines = []
     for (series, pass_, dtype), of in found.items():

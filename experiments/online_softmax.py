@@ -1,9 +1,10 @@
-"""Compares naive, safe and online softmax, and attention in two passes and in one.
+"""Compares naive, safe and online softmax, and standard attention with both flash orders.
 
 The experiment repeats arXiv 1805.02867: softmaxes of 4000 and of 10 vectors, over the length of a
-vector. The accesses per element are computed by closed forms and counted. On a GPU, the softmaxes
-and torch's softmax are timed, alone and inside unfused attention. The accesses of standard
-attention are compared with the accesses of both flash orders.
+vector. The accesses per element are computed by closed forms and counted. On a GPU, the three
+softmaxes and torch's softmax are timed. The safe softmax, the online softmax and torch's softmax
+are also timed inside unfused attention. The accesses of standard attention are compared with the
+accesses of both flash orders.
 """
 
 from collections.abc import Callable, Iterator, Sequence

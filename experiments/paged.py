@@ -2,7 +2,8 @@
 
 FlashAttention-2 reads pages of 16 to 256 rows in random order. On the emulator, two numbers are
 counted: the elements whose bits differ from a call with contiguous K and V at the same tiles, and
-the accesses of the block table. On a GPU, a decoding step in fp16 with 1k to 64k keys is timed.
+the bytes of the block table divided by the bytes of K and V. On a GPU, a decoding step in fp16 with
+1k to 64k keys is timed.
 """
 
 import itertools
@@ -60,8 +61,8 @@ def in_pages(
     """Return the pages of k, the pages of v, and the block table.
 
     k and v have shape (batch, heads_k, N, d). The pages have shape (pages, heads_k, page_size, d)
-    and are in random order. The block table has shape (batch, pages of a sequence). The last page
-    of a sequence is filled with zeros.
+    and are in random order. The block table has shape (batch, pages of a sequence). If N is not a
+    multiple of `page_size`, zeros fill the end of each sequence's last page.
     """
     each = -(-k.shape[2] // page_size)
     table = np.random.default_rng(SEED).permutation(len(k) * each)
@@ -70,7 +71,10 @@ def in_pages(
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
-    """Yield how many elements differ, and the block table's share of bytes; on a GPU also times."""
+    """Yield how many elements differ, and the block table's share of bytes; on a GPU also times.
+
+    The share is the bytes of the block table / the bytes of K and V.
+    """
     work = [(series, page_size) for series in COUNTED for page_size in PAGE_SIZES]
     yield from bench.counted(work, "counting", _counted)
     if bench.machine is None:

@@ -60,7 +60,7 @@ class Behind:
     """K or V of sequences that begin with a prefix, of shape (batch, heads_k, N, d).
 
     The object is indexed by batch entry, head and rows. It joins the prefix and the sequence's own
-    rows only for the requested part.
+    rows only for the requested batch entry and head.
     """
 
     def __init__(self, prefix: np.ndarray, own: np.ndarray) -> None:
@@ -86,8 +86,8 @@ def arrays(problem: Problem, sizes: Sequence[int], inputs: Inputs) -> tuple[np.n
 def pages_of(x: np.ndarray, rows: int) -> np.ndarray:
     """Return an array (batch, heads_k, N, d) as pages of `rows` rows, in order.
 
-    The result has shape (pages, heads_k, rows, d). The last page of each sequence is filled with
-    zeros.
+    The result has shape (pages, heads_k, rows, d). If N is not a multiple of `rows`, zeros fill the
+    end of each sequence's last page.
     """
     B, Hk, N, d = x.shape
     each = -(-N // rows)

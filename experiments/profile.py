@@ -1,5 +1,6 @@
-"""Compares the emulator's counts of each kernel with the counts of a GPU's profiler.
+"""Compares the emulator's counts of kernels with the counts of a GPU's profiler.
 
+The kernels run on CUDA cores and on mma, and include the steps of the experiment `ladder` on mma.
 The kernels compute one head, forward and backward, at the same tiles on the emulator and on the
 GPU. The counts are requests and sectors of global memory, wavefronts and bank conflicts of shared
 memory, and instructions by class. The hardware's counts need Nsight Compute.
@@ -55,7 +56,7 @@ class Run:
 
     @property
     def case(self) -> counters.Case:
-        """Return the call in the form that Nsight Compute's module `counters` takes."""
+        """Return the call as a `Case`, which the module `counters` profiles with Nsight Compute."""
         return counters.Case(self.series, self.problem, self.options, self.pass_)
 
     def columns(self, machine: str | None) -> dict[str, Any]:
@@ -65,7 +66,7 @@ class Run:
 
 
 def runs() -> list[Run]:
-    """Return the calls to profile, one for each kernel, with the tiles for the emulated device."""
+    """Return the calls to profile, one per series and pass, with tiles for the emulated device."""
     problems = {
         unit: one_head(SEQLEN, HEAD_DIM, dtype=dtype)
         for unit, dtype in (("simt", "float32"), ("mma", "float16"))
@@ -87,7 +88,10 @@ def runs() -> list[Run]:
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
-    """Yield the counts of each call by the emulator and, on a GPU, by Nsight Compute."""
+    """Yield the counts of each call by the emulator and, on a GPU, by Nsight Compute.
+
+    The emulator does not run the backward pass of standard attention.
+    """
     every = runs()
     if bench.machine is not None:
         yield from _hardware(every, bench)

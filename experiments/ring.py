@@ -3,8 +3,8 @@
 This choice is the loop order of a cluster: K and V travel round the ring (FA-2's order), or Q
 travels with its results (FA-1's order). Sequences of 8k to 1M rows run on all GPUs of this host, in
 fp16 with 16 heads at d=128. One GPU alone, torch's context parallelism and the all-to-all of
-Ulysses are measured too. The bytes between GPUs are in closed form. A model gives the time on up to
-1,024 GPUs.
+Ulysses are measured too. The bytes between GPUs are counted, and computed by closed forms. A model
+gives the time on up to 1,024 GPUs.
 """
 
 import itertools

@@ -116,7 +116,8 @@ def input_bytes(problem: Problem, pass_: str) -> int:
 class _Session:
     """The measurement of all problems, shorter problems first.
 
-    A series that fails is not tried on longer problems of the same setting and pass.
+    A series that fails, for example for lack of memory, is not tried on longer problems of the same
+    setting and pass. A series with a wrong result stays in the measurement.
     """
 
     def __init__(self, machine: str, longest: Problem) -> None:

@@ -243,11 +243,11 @@ def plan_options(pass_: str, point: Point) -> dict[str, Any]:
 
 
 def shorter(problem: Problem) -> Problem:
-    """Return a shorter problem with one batch entry and one K/V head, for checks.
+    """Return a shorter problem with one K/V head, for checks.
 
-    The lengths are at most LONGEST, with the same remainder modulo LONGEST / 2. A window has at
-    most WIDEST columns to the left. Of packed sequences, those with at most LONGEST / 2 rows are
-    kept.
+    If the sequences are packed, the sequences with at most LONGEST / 2 rows are kept. Otherwise the
+    result has one batch entry. The lengths are then at most LONGEST, with the same remainder modulo
+    LONGEST / 2, and a window has at most WIDEST columns to the left.
     """
     half = LONGEST // 2
     if problem.packed:

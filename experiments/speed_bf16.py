@@ -1,7 +1,7 @@
 """Measures the speed in bf16 on tensor cores and compares it with fp16.
 
-All units, loop orders and passes run in FA-2's setting. FA-1 with query splits, standard attention
-and torch's kernels are measured too.
+Both loop orders run in FA-2's setting, on mma and wgmma, in all passes. FA-1 with query splits,
+standard attention and torch's kernels are measured too.
 """
 
 import math
@@ -73,8 +73,8 @@ def draw(rows: Sequence[Row], half: Sequence[Row] | None = None) -> Any:
 def _farthest(rows: Sequence[Row]) -> tuple[Any, float, str]:
     """Return where the ratio bf16 / fp16 is farthest from 1, the ratio, and a text.
 
-    The text is the range "p20 to p80" of the speed in fp16, in TFLOP/s. It is empty if the speed in
-    bf16 is outside of this range by more than NEAR.
+    The text is the range "p20 to p80" of the speed in fp16, in TFLOP/s. The text is empty if the
+    speed in bf16 is outside of this range by more than NEAR, or if p20 and p80 are equal.
     """
     of = _at(rows)
     place = max(of, key=lambda at: abs(math.log(of[at][0].number / of[at][1].number)))

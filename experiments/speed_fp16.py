@@ -154,7 +154,8 @@ def worst_errors(rows: Sequence[Row]) -> dict[tuple[str, str], tuple[float, floa
     """Return the largest error and the largest excess, by (dtype, series).
 
     The excess is the series' error minus the error of torch's FlashAttention-2 for the same problem
-    and pass. It is in roundings of the dtype, and None if it was not measured.
+    and pass. The unit of the excess is one rounding of the dtype. The excess is None if no error of
+    torch's FlashAttention-2 was measured.
     """
     found: dict[tuple[str, str], dict[tuple, float]] = {}
     for row in select(rows, metric="error"):

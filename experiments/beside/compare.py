@@ -321,7 +321,10 @@ def add(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    """Run the command `compare`. Return the exit status: 1 if a call failed, else 0."""
+    """Run the command `compare`. Return the exit status.
+
+    The status is 1 if a call failed while it was checked and timed, else 0.
+    """
     here = bounds.here()
     gpu = args.device or here or bounds.DEVICES[STAND_IN]
     timed = here is not None and gpu.name == here.name

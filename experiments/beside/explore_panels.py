@@ -1,8 +1,9 @@
 """The four panels of explore.html: their texts, and the functions that compute their answers.
 
-Scripts in explore_page compute the answers of the first three panels in the reader's browser. They
-are the functions of this module in JavaScript. Tests compare both. The answers of the last panel,
-the plans, are stored in the page.
+Scripts in explore_page compute the answers of the first three panels in the reader's browser. The
+scripts contain the functions of this module in JavaScript. Tests compare both. The answers of the
+last panel, the plans, are stored in the page. If `explore_server` serves the page, the server
+computes the plans, and the first panel for masks that a reader types.
 """
 
 import inspect
@@ -527,7 +528,7 @@ def _plan(plan: fa_numba.Plan, gpu: bounds.Device) -> Iterator[tuple[str, Any]]:
 
 
 def in_plain_words(why: str | None) -> str | None:
-    """Return a reason from `Plan.why` in the words of the page."""
+    """Return a reason from `Plan.why` in the words of the page; None if there is no reason."""
     if why is None:
         return None
     for pattern, words in PLAIN_WORDS:

@@ -38,7 +38,8 @@ def _panels() -> list[Panel]:
 class Handler(BaseHTTPRequestHandler):
     """The handler of requests.
 
-    GET / returns the page. GET /api/PANEL?INPUTS returns the answer of a panel in JSON.
+    GET / returns the page. GET /NAME returns the picture NAME, one of STATIC. GET
+    /api/PANEL?INPUTS returns the answer of a panel in JSON.
     """
 
     timeout = 20
@@ -132,7 +133,7 @@ class Server(ThreadingHTTPServer):
 def serve(port: int, say: Callable[[str], Any]) -> int:
     """Serve the page until the user interrupts. Return the exit status.
 
-    `say` prints a line.
+    The status is 1 if the port cannot be used, else 0. `say` prints a line.
     """
     try:
         server = Server(port)

@@ -134,7 +134,7 @@ class Panel:
 
         | entry | meaning |
         |---|---|
-        | inputs | numbers of the inputs on which the value of the key depends |
+        | inputs | positions in `axes`, from 0, of the inputs on which the key's value depends |
         | values | the different values of the key |
         | codes | an index into `values` for each combination of these inputs; -1 for no value |
 
@@ -170,7 +170,8 @@ class Panel:
 def plain(value: Any) -> Any:
     """Return a value as JSON allows it.
 
-    Floats are rounded to six digits. The texts "inf", "-inf" and "nan" replace other floats.
+    Finite floats are rounded to six digits. Floats that are not finite become the texts "inf",
+    "-inf" and "nan".
     """
     if isinstance(value, Mapping):
         return {key: plain(item) for key, item in value.items()}

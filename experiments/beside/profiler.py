@@ -221,7 +221,11 @@ def _tried(
 def ratio(measured: float | None, count: float | None) -> float | None:
     """Return the measured number divided by the counted number.
 
-    Return 1 if both are 0, and None if a number is missing.
+    | case | result |
+    |---|---|
+    | a number is missing | None |
+    | both numbers are 0 | 1 |
+    | only the counted number is 0 | infinity |
     """
     if measured is None or count is None:
         return None

@@ -74,7 +74,8 @@ class Found:
 def run(tasks: Sequence[Task], ranks: int) -> Iterator[Found]:
     """Time tasks in `ranks` processes of this host, one process per GPU.
 
-    Yield the result of each task as soon as it is known. The processes end when the caller stops.
+    Yield the result of each task as soon as it is known. If the processes fail, the remaining tasks
+    get results that contain the reason. The processes end when the caller stops.
     """
     from torch import multiprocessing
 

@@ -1,9 +1,9 @@
 """The bytes that Hopper's backward kernels spill, found by compiling the kernels without a GPU.
 
-Plans use the table `fa_numba/choices/spills.csv`. A row of the table is about an option, alone or
-with another option, for a range of head dimensions. To fill a row, the kernels of several calls are
-compiled (see `calls`). The row contains the largest number of bytes that one of these kernels
-spills.
+Plans use the table `fa_numba/choices/spills.csv`. A row of the table is about an option for a range
+of head dimensions. The column `beside` may name another option, or a case such as "no mask". To
+fill a row, the kernels of several calls are compiled (see `calls`). The row contains the largest
+number of bytes that one of these kernels spills.
 """
 
 import csv
@@ -50,9 +50,10 @@ GIVEN: dict[str, dict[str, Any]] = {
 def calls(row: dict[str, str]) -> Iterator[tuple[int, tuple[str, ...]]]:
     """Yield the calls for a row of the table, as (head dimension, names of options in GIVEN).
 
-    The head dimensions are those in DIMENSIONS within the row's range. If the range does not end at
-    one of them, the head dimension is 64. The calls are with and without a causal mask, unless the
-    row is about one of the two cases.
+    If the row's range ends at a number in DIMENSIONS, the head dimensions are the numbers in
+    DIMENSIONS within the range. Otherwise the head dimension is 64. The calls are with and without
+    a causal mask, unless the row is about one of the two cases. Calls with a window have no causal
+    mask.
     """
     option, beside = row["option"], row["beside"]
     last = int(row["last"])
@@ -70,7 +71,8 @@ def calls(row: dict[str, str]) -> Iterator[tuple[int, tuple[str, ...]]]:
 def spilled(d: int, options: tuple[str, ...]) -> int:
     """Return the largest number of bytes that one kernel of a backward call spills.
 
-    `d` is the head dimension, and `options` are names in GIVEN.
+    The bytes of a kernel are the bytes of spill stores plus the bytes of spill loads, as ptxas
+    prints them. `d` is the head dimension, and `options` are names in GIVEN.
     """
     given: dict[str, Any] = {}
     for name in options:

@@ -54,9 +54,9 @@ def planned(
 
 
 def sizes(tiles: fa_numba.Tiles, blocks: Any = None) -> dict[str, Any]:
-    """Return the option that gives a call its tiles.
+    """Return the option that gives a call its tiles, as {name: value}.
 
-    It is the block mask `blocks` if there is one, else `tiles`.
+    The option is the block mask `blocks` if there is one, else `tiles`.
     """
     return {"tiles": tiles} if blocks is None else {"block_mask": blocks}
 

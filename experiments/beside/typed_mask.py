@@ -1,4 +1,4 @@
-"""A mask that a reader types on the page explore.html: a Python expression of i and j."""
+"""A mask that a reader types on the page explore.html: a Python expression of b, h, i and j."""
 
 import ast
 import linecache

@@ -112,7 +112,7 @@ class Quantity:
         """Return the exponent with which each series grows from its first to its last number.
 
         The number is proportional to x to the power of the exponent, where x is the last part of
-        the place.
+        the place. The place of an exponent has no last part.
         """
 
         def made(curve: Curve) -> Numbers:

@@ -192,7 +192,10 @@ def links(questions: Sequence[Question]) -> Across:
 
 
 def changed(questions: Sequence[Question]) -> Across:
-    """Return the table of the verdicts that changed when the rule in rule.py was introduced."""
+    """Return the table of the verdicts that changed when the rule in rule.py was introduced.
+
+    The table also contains the figures and claims that had no verdict before.
+    """
     header = ["figure or claim", "what it says", "verdict before", "verdict now", "our numbers"]
 
     def make(evidence: Evidence) -> Table:

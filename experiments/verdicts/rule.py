@@ -167,8 +167,9 @@ def judge(
 def _in_order(points: Iterable[Point], one: bool) -> list[bool]:
     """Return for each place whether our numbers have the order of the published numbers.
 
-    Places that lack a number of a series are left out. If `one` is true, the number 1 belongs to
-    every place, so that ratios must be on the published side of 1.
+    Places that lack a number of a series are left out. Places at which the published numbers have
+    no order are left out too. If `one` is true, the number 1 belongs to every place, so that ratios
+    must be on the published side of 1.
     """
     places: dict[Place, list[tuple[float, Published]]] = {}
     for point in points:
@@ -189,9 +190,10 @@ def _sign(a: float, b: float) -> int:
 
 
 def _order(a: Published, b: Published) -> int:
-    """Return 1 if a is larger than b, and -1 if b is larger.
+    """Return 1 if a is larger than b, -1 if b is larger, and 0 if they are equal or overlap.
 
-    Return 0 if the published numbers are equal or do not decide it, such as overlapping bounds.
+    Bounds are larger than a number, or than other bounds, if they begin where the other ends, or
+    above. For example, the bounds "1 or more" are larger than the number 1.
     """
     a, b = (x if isinstance(x, Bounds) else Bounds(x, x) for x in (a, b))
     return (a.low >= b.high) - (a.high <= b.low)
@@ -200,7 +202,8 @@ def _order(a: Published, b: Published) -> int:
 def _in_shape(points: Iterable[Point]) -> list[bool]:
     """Return, for each step of a series, whether our number changes as the published number does.
 
-    Both must rise, both must fall, or both must stay level.
+    Both must rise, both must fall, or both must stay level (within 2 %). Raise TypeError if bounds
+    are published instead of numbers.
     """
     curves: dict[Place, list[Point]] = {}
     for point in points:
