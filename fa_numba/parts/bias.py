@@ -23,7 +23,7 @@ def make_read_bias_or_state(spec):
     """
     TM, TN, (EI, EJ) = spec.TM, spec.TN, spec.element_steps
     row_of, column_of, warp_tile = make_row(spec), make_column(spec), make_warp_tile(spec)
-    reads, whole = spec.reads_bias, _whole(spec)
+    reads, whole = spec.reads_bias, _make_whole(spec)
     reads_state = spec.reads_state and not spec.slots_name_next
     block_state = make_block_state(spec)
 
@@ -68,7 +68,7 @@ def make_add_bias(spec, unit, ahead):
     """
     TM, TN, (EI, EJ) = spec.TM, spec.TN, spec.element_steps
     row_of, column_of = make_row(spec), make_column(spec)
-    ahead, whole = ahead and spec.reads_bias, _whole(spec)
+    ahead, whole = ahead and spec.reads_bias, _make_whole(spec)
     add_inside = _make_add_inside(spec, unit)
     by_tiles, Br, Bc = spec.adds_whole_bias, spec.Br, spec.Bc
 
@@ -112,7 +112,7 @@ def _make_add_inside(spec, unit):
 
 
 @part
-def _whole(spec):
+def _make_whole(spec):
     """Make ``whole(tile)``, which says whether this thread's part of the bias can be read in pairs.
 
     All elements of the thread's part must be inside of the matrix, and the bias must be stored so

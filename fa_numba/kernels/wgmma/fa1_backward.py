@@ -107,10 +107,10 @@ def make_backward(spec):
         sK, sV, (sQ, sdO, sL), sdS, _, _, bars = shared
         thread = grid.transposed_thread()
         head, heads, i_begin, i_stop = rows
-        h_end, sums = uint32(head.h + heads), (A, results.dQ)
+        h_end, a_and_dq = uint32(head.h + heads), (A, results.dQ)
         own = uint32(64 * 64 * thread.w)  # this consumer's rows of Kj and Vj
         # Alg. 4 line 5: dQ = 0
-        fa1_gradients.initialise_dq(rdQ, sums, scale, head, h_end, i_begin, i_stop, thread)
+        fa1_gradients.initialise_dq(rdQ, a_and_dq, scale, head, h_end, i_begin, i_stop, thread)
         stage, phase = uint32(0), uint32(0)
         # Alg. 4 line 6: for each column tile j
         j0 = uint32(0)
@@ -173,7 +173,7 @@ def make_backward(spec):
                 transposed.multiply(rS, sK, own, sQ, gradients.offsets(next_stage).rows)
                 gradients.wait_dq(rdQ)
                 sees_more = visits.row_sees_more(visit, i0, j0, member)
-                fa1_gradients.write_dq(rdQ, sums, scale, sees_more, i0, i_stop, member, thread)
+                fa1_gradients.write_dq(rdQ, a_and_dq, scale, sees_more, i0, i_stop, member, thread)
                 transposed.wait_scores(rS, False)
                 stage, phase, h, i0 = next_stage, next_phase, h_next, i_next
             if fa1_gradients.has_visits(head, j0, h_end, i_first, i_end):

@@ -21,7 +21,7 @@ def conversions(dtype):
     return CONVERSIONS[DTYPES[dtype].matrix]
 
 
-def _row(spec):
+def _row_length(spec):
     """Return the number of elements in a row of the output: V's head dimension if it has its
     own.
     """
@@ -35,7 +35,7 @@ def make_read_two(spec):
 
     The result is two floats. The second is 0 if the row ends after ``col``.
     """
-    d, aligned = _row(spec), spec.aligned
+    d, aligned = _row_length(spec), spec.aligned
     _, unpack = conversions(spec.dtype)
 
     def read_two(T, row, col):
@@ -59,8 +59,8 @@ def make_write_two(spec, cols_end=None):
     differs from the output of ``spec``.
     """
     if spec.features.planes > 1:  # O of float32 matrices
-        return _make_write_two_floats(spec, cols_end or _row(spec))
-    d, aligned = _row(spec) if cols_end is None else cols_end, spec.aligned
+        return _make_write_two_floats(spec, cols_end or _row_length(spec))
+    d, aligned = _row_length(spec) if cols_end is None else cols_end, spec.aligned
     pack, _ = conversions(spec.dtype)
 
     def write_two(T, row, col, low, high):
@@ -104,7 +104,7 @@ def make_read_floats(spec):
     Both are 0 if ``inside`` is false, and elements past the end of the row are 0. The rows must
     start at 8-byte addresses. No memory past the end of a row is read.
     """
-    head_dim = _row(spec)
+    head_dim = _row_length(spec)
     odd = head_dim % 2 == 1
 
     def read_floats(A, row, col, inside):
@@ -121,7 +121,7 @@ def make_read_sums(spec):
     """Make ``read_sums(O, row, col, inside)``, which works as ``read_floats`` for rows that start
     at any address.
     """
-    head_dim = _row(spec)
+    head_dim = _row_length(spec)
     if spec.features.planes == 1 or spec.aligned:
         return make_read_floats(spec)
 
@@ -143,7 +143,7 @@ def make_write_floats(spec):
 
     Nothing is written if ``inside`` is false, and no element past the end of the row is written.
     """
-    head_dim = _row(spec)
+    head_dim = _row_length(spec)
     odd = head_dim % 2 == 1
 
     def write_floats(A, row, col, inside, low, high):
@@ -202,7 +202,7 @@ def make_add_two(spec):
 
     Nothing is added if ``inside`` is false, or past the end of the row.
     """
-    head_dim = _row(spec)
+    head_dim = _row_length(spec)
     odd = head_dim % 2 == 1
     add = add_pair_vector if spec.vector_adds else add_pair
 

@@ -417,16 +417,16 @@ def make_read_dq(spec):
 
 @part
 def make_write_dq(spec):
-    """Make ``write_dq(rdQ, sums, scale, more, row0, rows_end, head, thread)``, which writes this
+    """Make ``write_dq(rdQ, a_and_dq, scale, more, row0, rows_end, head, thread)``, which writes a
     thread's part of dQ.
 
-    ``sums`` is the pair (A, dQ) of arrays. With ``more``, later passes visit the row tile, and the
-    part goes to A in float32. Otherwise ``scale`` times the part is rounded and goes to dQ.
+    ``a_and_dq`` is the pair (A, dQ) of arrays. With ``more``, later passes visit the row tile, and
+    the part goes to A in float32. Otherwise ``scale`` times the part is rounded and goes to dQ.
     """
     write_sums, write_rounded = _make_write_dq_sums(spec), _make_write_rounded(spec)
 
-    def write_dq(rdQ, sums, scale, more, row0, rows_end, head, thread):
-        A, dQ = sums
+    def write_dq(rdQ, a_and_dq, scale, more, row0, rows_end, head, thread):
+        A, dQ = a_and_dq
         if more:
             write_sums(rdQ, A[head.b, head.h], row0, rows_end, thread)
         else:
@@ -437,20 +437,20 @@ def make_write_dq(spec):
 
 @part
 def make_initialise_dq(spec):
-    """Make ``initialise_dq(rdQ, sums, scale, first, h_end, row0, rows_end, thread)``, which writes
-    dQ = 0.
+    """Make ``initialise_dq(rdQ, a_and_dq, scale, first, h_end, row0, rows_end, thread)``, which
+    writes dQ = 0.
 
-    ``sums`` is the pair (A, dQ) of arrays. It writes to both (with a block mask only to dQ), for
-    the row tiles from ``row0`` to ``rows_end`` that no visit initialises. It does this in the query
-    heads from ``first`` to ``h_end`` - 1. If the first pass initialises all row tiles, it does
-    nothing.
+    ``a_and_dq`` is the pair (A, dQ) of arrays. It writes to both (with a block mask only to dQ),
+    for the row tiles from ``row0`` to ``rows_end`` that no visit initialises. It does this in the
+    query heads from ``first`` to ``h_end`` - 1. If the first pass initialises all row tiles, it
+    does nothing.
     """
     Br, RQ, initialises = spec.Br, spec.query_registers, spec.features.initialises
     is_unseen, sparse = make_is_unseen(spec), spec.features.sparse
     write_sums, write_rounded = _make_write_dq_sums(spec), _make_write_rounded(spec)
 
-    def initialise_dq(rdQ, sums, scale, first, h_end, row0, rows_end, thread):
-        A, dQ = sums
+    def initialise_dq(rdQ, a_and_dq, scale, first, h_end, row0, rows_end, thread):
+        A, dQ = a_and_dq
         if initialises:
             for e in range(RQ):
                 rdQ[e] = float32(0.0)

@@ -232,7 +232,7 @@ def make_take_output(spec):
         return _no_output
     TM, DN4, STEP, NO = spec.TM, 4 * spec.DN, spec.row_step, spec.tile_floats
     row_starts, first_place = make_row_starts(spec), _make_first_place(spec)
-    further = _further(spec)
+    further = _make_further(spec)
     own_of, wait = make_own(spec.pipelines.o), make_wait(spec.pipelines.o)
 
     def take_output(rO, rf, shared, slot, visit, tile):
@@ -295,7 +295,7 @@ def _make_first_place(spec):
 
 
 @part
-def _further(spec):
+def _make_further(spec):
     """Make ``further(first, down, n)``, which returns the index ``down`` rows and 8 n columns after
     ``first``.
 
@@ -319,7 +319,7 @@ def _make_write_sums(spec):
     """
     TM, DN4, Br, STEP = spec.TM, 4 * spec.DN, spec.Br, spec.row_step
     panels, sync_group = spec.float_panels, make_sync_group(spec)
-    first_place, further = _make_first_place(spec), _further(spec)
+    first_place, further = _make_first_place(spec), _make_further(spec)
 
     def write_sums(rO, sO, at, A, row0, head, thread):
         first = first_place(at, thread)
