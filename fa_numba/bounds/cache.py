@@ -172,9 +172,9 @@ def _outer_loop(plan: Plan, resident: int) -> tuple[int, int, int]:
     """Return three numbers of FlashAttention-2's outer loop.
 
     These are the number of tiles of a head, the number of these tiles that run at the same time,
-    and the number of heads. In the backward pass, each group split counts as a head. All tiles of
-    one head run before the tiles of the next head. If the spec has chunks of tiles, a chunk of
-    every head runs before the next chunk.
+    and the number of heads. In the backward pass, each group split of a K/V head counts as a head.
+    All tiles of one head run before the tiles of the next head. If the spec has chunks of tiles, a
+    chunk of every head runs before the next chunk.
     """
     p, chunk = plan.problem, 0
     if plan.passes == "fwd":

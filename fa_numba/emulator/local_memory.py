@@ -308,7 +308,7 @@ class LocalArray(Unconverted):
     # ---- less common cases
 
     def _position(self, index: Any) -> Any:
-        """Return an index after the check of its bounds, as an int if all lanes have the same."""
+        """Check the bounds of an index, and return it; as an int if it is equal in all lanes."""
         if index.__class__ in (tuple, slice):
             if index.__class__ is tuple and len(index) == 1:
                 return self._position(index[0])

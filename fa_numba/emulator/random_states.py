@@ -15,7 +15,7 @@ State = tuple[np.ndarray, np.ndarray]  # the two 64-bit words of each generator,
 
 
 def _first(seed: int) -> int:
-    """Return both halves of the first generator's state: a number that splitmix64 computes."""
+    """Return the number that is both halves of the first generator's state, by splitmix64."""
     z = (seed + 0x9E3779B97F4A7C15) & ONES
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & ONES
     z = (z ^ z >> 27) * 0x94D049BB133111EB & ONES

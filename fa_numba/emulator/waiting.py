@@ -63,8 +63,8 @@ class Waiting(Context):
         """Let other groups run until this group can go on.
 
         `state` says what the group waits for. `operation` is the name of the called function, for
-        messages. `value` is the number of true predicates at a barrier, or the mask of a warp
-        collective.
+        messages. `value` depends on the state: the number of true predicates at a barrier, the mask
+        of a warp collective, or an mbarrier.
         """
         group = self.group
         group.state, group.site, group.operation, group.value = state, site, operation, value

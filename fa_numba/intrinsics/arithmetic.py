@@ -107,7 +107,7 @@ def inverse_power(typingctx, x):
 @emulated_by(lambda x: x)
 @intrinsic
 def opaque(typingctx, x):
-    """Return the uint32 ``x``, but hide from the compiler that it is the same number.
+    """Return the uint32 ``x``, but hide its origin from the compiler.
 
     Values that are computed from the result are therefore computed again at each use. The compiler
     cannot compute them once before a loop, where they would occupy registers during the loop.

@@ -1,7 +1,7 @@
 """Vector accesses to global memory: neighbouring elements of a row in one instruction.
 
-The array has two axes, and the last axis is contiguous. In a uint16 array, the elements are the
-bits of 16-bit floats.
+The array has two axes (in ``lies_in_pairs``: four), and the last axis is contiguous. In a uint16
+array, the elements are the bits of 16-bit floats.
 """
 
 import numpy as np

@@ -87,8 +87,8 @@ def _ldmatrix(suffix):
 def ldmatrix(typingctx, array, index):
     """Load four 8 x 8 tiles of 16-bit elements by ``ldmatrix.x4``; return a tuple of four uint32.
 
-    Each lane passes the index of one row: lane l that of row l % 8 of tile l // 8. ``index`` must
-    be a multiple of 8 elements of ``array``, a 1-D shared uint16 array. For each tile, the lane
+    Each lane passes the index of one row of ``array``, a 1-D shared uint16 array. Lane l passes the
+    index of row l % 8 of tile l // 8. ``index`` must be a multiple of 8. For each tile, the lane
     gets the elements [g, 2t .. 2t+1].
     """
     return _ldmatrix("")(typingctx, array, index)
@@ -122,8 +122,8 @@ def _stmatrix(array, index, w0, w1, w2, w3):
 def stmatrix(typingctx, array, index, w0, w1, w2, w3):
     """Store four 8 x 8 tiles of 16-bit elements by ``stmatrix.x4`` (sm_90).
 
-    Each lane passes the index of one row: lane l that of row l % 8 of tile l // 8. ``index`` must
-    be a multiple of 8 elements of ``array``, a 1-D shared uint16 array. Words w0 to w3 contain the
+    Each lane passes the index of one row of ``array``, a 1-D shared uint16 array. Lane l passes the
+    index of row l % 8 of tile l // 8. ``index`` must be a multiple of 8. Words w0 to w3 contain the
     lane's elements [g, 2t .. 2t+1] of tiles 0 to 3.
     """
     words = (w0, w1, w2, w3)
