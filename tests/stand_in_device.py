@@ -603,6 +603,9 @@ def no_gpu_but_its_driver(*capabilities):
             patch(memory, "pool", lambda ordinal: SimpleNamespace(handle=ordinal + 1)),
             patch(cuda.core, "ObjectCode", gpu),
             patch(devices.Kernel, "built", lambda k, capability: gpu.built(k, capability)),
+            patch(
+                kernel, "built_together", lambda ks, capability: [k.built(capability) for k in ks]
+            ),
             patch(devices.Kernel, "_compiled", _Compiled(), create=True),
         ):
             stack.enter_context(change)

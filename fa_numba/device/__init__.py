@@ -12,7 +12,7 @@ kernel.
     function         functions that kernels call
     kernel           kernels and their compiled code
     kernel_cache     compiled kernels on disk
-    front_end        makes Numba's front end faster
+    front_end        a package that makes Numba's front end faster
     linking          compiles for a GPU that need not be in this machine
     assembling       PTX of a kernel, and the registers that it needs
     mlir             compiles by another compiler, numba-cuda-mlir
@@ -34,7 +34,7 @@ import fa_numba.device.beside_numpy
 from fa_numba.device.assembling import assembled, registers_of
 from fa_numba.device.door import cuda
 from fa_numba.device.function import device_function
-from fa_numba.device.kernel import Kernel
+from fa_numba.device.kernel import Kernel, compile_together
 from fa_numba.device.launch_record import DeviceArray, LaunchRecord
 from fa_numba.device.launching import (
     Launched,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from numba import cuda
@@ -20,6 +21,7 @@ from fa_numba.device.front_end import without_repeats
 _HOPPER = (9, 0)
 # Suffix of the architecture's name that allows instructions of this architecture only: sm_90a.
 _SUFFIXES = {_HOPPER: "a"}
+_OPTIMISED = {"link_time_optimization": True}
 
 
 def is_newer(capability: tuple[int, int]) -> bool:
@@ -35,32 +37,60 @@ def ptx_and_cubin(kernel: Any, capability: tuple[int, int]) -> tuple[str, bytes,
 
     Raise ImportError if NVIDIA's compiler is not installed.
     """
-    from cuda.core import ObjectCode
+    code = compiled(kernel, capability)
+    ptx = code.ptx or _linked(code.ltoir, "ptx", code.arch, ptx=True, **_OPTIMISED)[0]
+    cubin, log = code.assembled(verbose=True, ptxas_options=["-v"])
+    return ptx.decode(errors="replace"), cubin, log
 
+
+@dataclass(frozen=True)
+class Compiled:
+    """A kernel between the compiler and the assembler, for the GPU architecture ``target``.
+
+    Either ``ltoir`` or ``ptx`` is set. ``arch`` is the architecture for which the code was made.
+    """
+
+    arch: str
+    target: str
+    ltoir: bytes = b""
+    ptx: bytes = b""
+
+    def assembled(self, **options: Any) -> tuple[bytes, str]:
+        """Return the machine code (cubin) and the assembler's log.
+
+        ``options`` are further options of ``cuda.core.LinkerOptions``. This function runs no
+        Python code of Numba. Other threads can run Python code meanwhile.
+        """
+        if self.ltoir:
+            return _linked(self.ltoir, "cubin", self.target, **_OPTIMISED, **options)
+        return _linked(self.ptx, "cubin", self.target, **options)
+
+
+def compiled(kernel: Any, capability: tuple[int, int]) -> Compiled:
+    """Return a kernel's code by Numba and NVVM, for a GPU of this compute capability.
+
+    Raise ImportError if NVIDIA's compiler is not installed.
+    """
     newer = is_newer(capability)
     made_for = _HOPPER if newer else capability
     suffix = "" if newer else _SUFFIXES.get(capability, "")
-    optimised = {}
+    arch, target = _arch(made_for) + suffix, _arch(capability) + suffix
     if mlir.chosen():
-        ptx = mlir.ptx_of(kernel, made_for)
-    else:
-        with _naming_the_extra(), without_repeats():
-            ltoir, _ = cuda.compile(
-                kernel.function,
-                kernel.signature,
-                cc=(*made_for, suffix) if suffix else made_for,
-                device=False,
-                abi="numba",
-                output="ltoir",
-                launch_bounds=(kernel.threads, kernel.min_blocks),
-            )
-        code, optimised = ObjectCode.from_ltoir(ltoir), {"link_time_optimization": True}
-        ptx, _ = _linked(code, "ptx", _arch(made_for) + suffix, ptx=True, **optimised)
-    if newer or mlir.chosen():
-        code, optimised = ObjectCode.from_ptx(ptx), {}
-    told = {"verbose": True, "ptxas_options": ["-v"], **optimised}
-    cubin, log = _linked(code, "cubin", _arch(capability) + suffix, **told)
-    return ptx.decode(errors="replace"), cubin, log
+        return Compiled(arch, target, ptx=mlir.ptx_of(kernel, made_for))
+    with _naming_the_extra(), without_repeats():
+        ltoir, _ = cuda.compile(
+            kernel.function,
+            kernel.signature,
+            cc=(*made_for, suffix) if suffix else made_for,
+            device=False,
+            abi="numba",
+            output="ltoir",
+            launch_bounds=(kernel.threads, kernel.min_blocks),
+        )
+    if newer:
+        ptx, _ = _linked(ltoir, "ptx", arch, ptx=True, **_OPTIMISED)
+        return Compiled(arch, target, ptx=ptx)
+    return Compiled(arch, target, ltoir=ltoir)
 
 
 @contextlib.contextmanager
@@ -77,21 +107,27 @@ def _naming_the_extra() -> Iterator[None]:
         ) from error
 
 
-def entry_of(ptx: str) -> str:
-    """Return the name of the kernel's entry point in its PTX."""
-    found = re.search(r"\.entry\s+([\w$]+)", ptx)
-    if found is None:
-        raise RuntimeError(f"the PTX text contains no kernel. It begins with {ptx[:200]!r}")
-    return found[1]
+def entry_of(cubin: bytes) -> str:
+    """Return the name of the kernel in machine code.
+
+    Machine code is an ELF file. Only a kernel has a section for arguments, ``.nv.constant0``.
+    """
+    found = set(re.findall(rb"\.nv\.constant0\.([\w$]+)\0", cubin))
+    if len(found) != 1:
+        raise RuntimeError(f"machine code must contain one kernel, got {sorted(found)}")
+    return found.pop().decode()
 
 
 def _arch(capability: tuple[int, int]) -> str:
     return f"sm_{capability[0]}{capability[1]}"
 
 
-def _linked(code: Any, kind: str, arch: str, **options: Any) -> tuple[bytes, str]:
-    from cuda.core import Linker, LinkerOptions
+def _linked(code: bytes, kind: str, arch: str, **options: Any) -> tuple[bytes, str]:
+    """Return what NVIDIA's linker makes of LTO-IR or PTX, "ptx" or "cubin", and its log."""
+    from cuda.core import Linker, LinkerOptions, ObjectCode
 
-    linker = Linker(code, options=LinkerOptions(arch=arch, **options))
+    optimised = "link_time_optimization" in options
+    source = ObjectCode.from_ltoir(code) if optimised else ObjectCode.from_ptx(code)
+    linker = Linker(source, options=LinkerOptions(arch=arch, **options))
     made = bytes(linker.link(kind).code)
     return made, (linker.get_info_log() or "") + (linker.get_error_log() or "")

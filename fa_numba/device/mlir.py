@@ -10,11 +10,12 @@ with a type that only numba-cuda knows, such as a tensor map, raise NotImplement
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CellType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
@@ -25,11 +26,15 @@ from numba.core.targetconfig import ConfigStack
 from numba.cuda.extending import _Intrinsic
 
 from fa_numba.device import front_end
+from fa_numba.device.front_end import inference, inlining, variables
+from fa_numba.device.front_end.replacing import Replacement, replaced
 from fa_numba.device.function import DeviceFunction
 
 VARIABLE = "FA_NUMBA_COMPILER"
 _COMPILERS = ("numba-cuda", "mlir")
 _PACKAGE = "numba_cuda_mlir.numba_cuda"
+# The modules of the package ``front_end`` whose replacements the other compiler can use.
+_FRONT_END = (inlining, variables, inference)
 _I64, _SHARED = ir.IntType(64), 3
 _DYNAMIC = -(1 << 31)  # marks an index of getelementptr that is not a constant
 
@@ -66,7 +71,7 @@ def ptx_of(kernel: Any, capability: tuple[int, int]) -> bytes:
     result, *arguments = map(_there, (types.void, *kernel.argument_types))
     bounds = kernel.threads, kernel.min_blocks
     with (
-        _front_end().without_repeats(),
+        _without_repeats(),
         ConfigStack().enter(SimpleNamespace(compute_capability=capability)),
     ):
         tools._cached_cc = capability  # otherwise the driver would be asked
@@ -83,19 +88,34 @@ def ptx_of(kernel: Any, capability: tuple[int, int]) -> bytes:
     return text.replace(found[0], b"").replace(b".visible .entry", dynamic, 1)
 
 
-@functools.cache
-def _front_end() -> ModuleType:
-    """Return a copy of the module ``front_end`` for the other compiler.
+@contextlib.contextmanager
+def _without_repeats() -> Iterator[None]:
+    """Compile inside the context as in ``front_end.without_repeats``, for the other compiler."""
+    from numba_cuda_mlir.numba_cuda.core.compiler_lock import global_compiler_lock
 
-    The other compiler contains copies of numba-cuda's modules. The copy of ``front_end`` replaces
-    functions of these modules.
+    replacing, collecting = replaced(_replacements()), front_end.without_garbage_collection()
+    with global_compiler_lock, replacing, collecting:
+        yield
+
+
+@functools.cache
+def _replacements() -> tuple[Replacement, ...]:
+    """Return the replacements of ``front_end`` for functions of the other compiler.
+
+    The other compiler contains a copy of numba-cuda's modules. It lowers to MLIR, so that the
+    replacements of the module ``lowering`` do not apply.
     """
-    source = Path(front_end.__file__).read_text(encoding="utf-8")
-    made = ModuleType(f"{front_end.__name__} of {_PACKAGE}")
-    for name in ("numba.cuda", "numba"):
-        source = source.replace(f"from {name}.", f"from {_PACKAGE}.")
-    exec(compile(source, front_end.__file__, "exec"), vars(made))
-    return made
+    found: list[Replacement] = []
+    for module in _FRONT_END:
+        file = str(module.__file__)
+        source = Path(file).read_text(encoding="utf-8")
+        made = ModuleType(f"{module.__name__} of {_PACKAGE}")
+        for name in ("numba.cuda", "numba"):
+            source = source.replace(f"from {name}.", f"from {_PACKAGE}.")
+            source = source.replace(f"from {name} import", f"from {_PACKAGE} import")
+        exec(compile(source, file, "exec"), vars(made))
+        found += made.REPLACED
+    return tuple(found)
 
 
 def array_words(array: Any, address: Any) -> tuple:

@@ -69,6 +69,7 @@ def execute(
     ``options`` is a function that takes these arguments and the workspace, by name. It returns the
     fields of the kernels' last parameter, ``options``.
     """
+    device.compile_together(launch.kernel for launch in plan.launches)
     for output in plan.outputs:
         if output.zeroed:
             device.clear(arrays[output.name], stream)

@@ -170,9 +170,7 @@ class LaunchPlan:
         Without a GPU, this method does nothing. Compiled kernels are also kept on disk for later
         processes, in the folder that ``fa_numba.show_config`` prints.
         """
-        if device.on_gpu():
-            for kernel in self.launched:
-                kernel.compiled()
+        device.compile_together(self.launched)
 
 
 class Reasons(dict[str, str]):

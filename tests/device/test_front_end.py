@@ -1,18 +1,26 @@
 """What stands in for functions of Numba's front end gives what they give, and goes away again."""
 
+import contextlib
 import gc
 import itertools
 import threading
+from types import SimpleNamespace
 
 import pytest
 from compare_ptx import ptx_of, without_names
 from numba import cuda
-from numba.cuda.core import analysis, ir_utils
+from numba.cuda.compiler import run_frontend
+from numba.cuda.core import compiler_machinery, errors, ir_utils, untyped_passes
+from numba.cuda.np import arraymath, linalg
 from offline import CAPABILITY
 
 import fa_numba
-from fa_numba.device import EMULATED_SHARED_BYTES, array_type, planning_for
-from fa_numba.device.front_end import REPLACED, _live_variables, without_repeats
+from fa_numba.device import EMULATED_SHARED_BYTES, array_type, kernel_cache, planning_for
+from fa_numba.device.front_end import REPLACED, without_repeats
+from fa_numba.device.front_end.lowering import values_where_assigned_once
+from fa_numba.device.front_end.variables import unread_left_out
+from fa_numba.device.kernel import built_together
+from fa_numba.device.linking import entry_of
 
 
 def ptx(kernel):
@@ -50,13 +58,13 @@ def test_the_same_code_comes_out(call, name):
 
 
 def test_each_function_is_numbas_again_afterwards():
-    before = [vars(owner)[name] for owner, name, _ in REPLACED]
+    before = [vars(owner).get(name) for owner, name, _ in REPLACED]
     with pytest.raises(KeyError, match="inside"), without_repeats():
         meanwhile = [vars(owner)[name] for owner, name, _ in REPLACED]
         assert all(new is not old for new, old in zip(meanwhile, before, strict=True))
         assert not gc.isenabled()
         raise KeyError("inside")
-    assert [vars(owner)[name] for owner, name, _ in REPLACED] == before
+    assert [vars(owner).get(name) for owner, name, _ in REPLACED] == before
     assert gc.isenabled()
 
 
@@ -79,10 +87,17 @@ def called():
     return found
 
 
-@pytest.mark.parametrize("name", [name for _, name, _ in REPLACED])
+@pytest.mark.parametrize("name", sorted({name for _, name, _ in REPLACED} - {"ensure_blas"}))
 def test_each_function_is_used(name, called):
     """One that Numba no longer calls would be replaced for nothing."""
     assert name in called
+
+
+def test_numba_asks_for_blas_when_it_loads_its_tables():
+    """A process loads them once, so that the fixture ``called`` cannot see the call."""
+    assert "ensure_blas" in arraymath._check_blas.__code__.co_names
+    with without_repeats():
+        linalg.ensure_blas()
 
 
 def test_labels_grow_alike_with_each_kernel():
@@ -96,23 +111,6 @@ def test_labels_grow_alike_with_each_kernel():
             labels.append(ir_utils.next_label())
     first, second = (after - before for before, after in itertools.pairwise(labels))
     assert first == second < 1000
-
-
-def test_the_variables_alive_are_those_that_numba_finds(monkeypatch):
-    """At every block of a kernel with loops, each time that Numba asks."""
-    found = []
-    numbas = analysis.compute_live_map
-
-    def both(*graph):
-        expected = numbas(*graph)
-        assert _live_variables(*graph) == expected
-        found.append(sum(map(len, expected.values())))
-        return expected
-
-    monkeypatch.setattr(analysis, "compute_live_map", both)
-    ptx(row_sums())
-    assert max(found) > 100
-    assert len(found) > 10
 
 
 def test_other_threads_wait_with_their_compiling():
@@ -129,3 +127,104 @@ def test_other_threads_wait_with_their_compiling():
         assert len(done) == 1
     thread.join()
     assert len(done) == 2
+
+
+def test_unread_variables_go_before_types_are_inferred():
+    """Statements with an effect stay, and so do the variables that they read."""
+
+    def kernel(X, n):
+        unread = n
+        _ = unread, cuda.grid
+        i = cuda.grid(1)
+        if i < n:
+            X[i] = 2
+
+    code = run_frontend(kernel)
+
+    def statements():
+        return [str(each) for block in code.blocks.values() for each in block.body]
+
+    before = statements()
+    unread_left_out(lambda self, state: True)(None, SimpleNamespace(func_ir=code))
+    gone = [each for each in before if each not in statements()]
+    names = sorted(line.split(" = ")[0].split(".")[0] for line in gone if line[0] != "$")
+    assert names == ["_", "unread"]
+    assert any("build_tuple" in line for line in gone)
+    assert not any("call" in line or "setitem" in line for line in gone)
+    read = {v.name for b in code.blocks.values() for s in b.body for v in s.list_vars()}
+    assert {"X", "i", "n"} <= read
+
+
+def test_a_variable_is_a_value_if_its_one_assignment_comes_first():
+    """On each path through the function, and in the order of lowering."""
+
+    def kernel(X, n):
+        i = cuda.grid(1)
+        k = 0
+        while k < n:
+            if k == i:
+                late = X[k]
+            k += 1
+        X[i] = late + i
+
+    code = run_frontend(kernel)
+    lower = SimpleNamespace(func_ir=code, blocks=code.blocks)
+    values_where_assigned_once(None)(lower)
+    # ``late`` may be unassigned where it is read, and ``k`` is assigned twice.
+    assert {"i", "k", "late", "n"} & lower._singly_assigned_vars == {"i", "n"}
+
+
+def test_an_error_names_the_pass_and_the_cause():
+    def wrong(X):
+        X.nothing()
+
+    with pytest.raises(errors.TypingError) as stock:
+        cuda.compile(wrong, (array_type(1),), cc=(9, 0), device=False, abi="numba")
+    with without_repeats(), pytest.raises(errors.TypingError) as shorter:
+        cuda.compile(wrong, (array_type(1),), cc=(9, 0), device=False, abi="numba")
+    for error in (stock, shorter):
+        assert "Failed in cuda mode pipeline (step: nopython frontend)" in str(error.value)
+        assert "Unknown attribute 'nothing'" in str(error.value)
+        assert "During: Pass nopython_type_inference" in str(error.value)
+
+
+def test_passes_are_measured_if_code_is_printed(monkeypatch, capsys):
+    """Numba's setting DEBUG_PRINT_AFTER prints the code after a pass."""
+    monkeypatch.setattr(compiler_machinery.config, "DEBUG_PRINT_AFTER", "reconstruct_ssa")
+    with without_repeats():
+        cuda.compile(lambda X: None, (array_type(1),), cc=(9, 0), device=False, abi="numba")
+    assert "AFTER reconstruct_ssa" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_closures_and_branches_are_found(n):
+    """Functions with a closure or with a branch go through Numba's own passes."""
+    done = []
+    passes = {
+        untyped_passes.InlineClosureLikes: lambda f: lambda X: [f(x) for x in (1, 2)],
+        untyped_passes.DeadBranchPrune: lambda f: lambda X: 1 if X else 2,
+    }
+    for cls, make in passes.items():
+        state = SimpleNamespace(func_ir=run_frontend(make(abs) if n == 1 else lambda X: X))
+        (shorter,) = [each for owner, _, each in REPLACED if owner is cls]
+        with contextlib.suppress(AttributeError):
+            shorter(lambda self, state, cls=cls: done.append(cls) or True)(None, state)
+    assert done == (list(passes) if n == 1 else [])
+
+
+def test_kernels_built_together_are_those_built_alone(monkeypatch, tmp_path):
+    """One kernel comes from the disk; the second is found twice there afterwards."""
+    monkeypatch.setenv("FA_NUMBA_CACHE", str(tmp_path))
+    first, second = kernels("fa2", "simt", "bwd")["row_sums"], kernels("standard", "mma", d=32)
+    second = second["standard_softmax"]
+    alone = first.built((9, 0))
+    together = built_together([second, first], (9, 0))
+    assert together[1] == alone
+    assert kernel_cache.read(second, (9, 0)) == together[0]
+    assert entry_of(together[0][0]) == together[0][1]
+    assert "standard_softmax" in together[0][1] and "row_sums" in alone[1]
+
+
+def test_machine_code_without_a_kernel_has_no_entry():
+    with pytest.raises(RuntimeError, match=r"must contain one kernel, got \[\]"):
+        entry_of(b"\x7fELF")

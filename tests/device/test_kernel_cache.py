@@ -12,11 +12,14 @@ import numba.cuda
 import numpy as np
 import pytest
 from numba import types
+from stand_in_device import no_gpu_but_its_driver
 
 import fa_numba
 from experiments.lab.measure.workloads import one_head
 from fa_numba.choices.requests import Choices
-from fa_numba.device import Kernel, device_function, kernel_cache
+from fa_numba.device import Kernel, device_function, kernel_cache, linking
+from fa_numba.device import kernel as device_kernel
+from fa_numba.device.kernel import built_together
 from fa_numba.emulator import compiling
 from fa_numba.host import planning
 from fa_numba.kernels.mma import fa2_forward
@@ -393,40 +396,48 @@ def test_nothing_is_kept_where_that_is_asked_for(monkeypatch, tmp_path):
     assert written(fa2_forward.make_forward(SPEC)) is None and not any(tmp_path.iterdir())
 
 
-def test_a_kernel_is_compiled_once(place, monkeypatch):
-    compiled = []
+MACHINE_CODE = b"\x7fELF .nv.constant0.entry\0"
 
-    def jit(**bounds):
-        def dispatcher(function):
-            def compile(types):
-                compiled.append((function.__name__, bounds, types))
-                cubin = SimpleNamespace(code=b"cubin")
-                return SimpleNamespace(
-                    _codelibrary=SimpleNamespace(get_cubin=lambda: cubin, _entry_name="entry")
-                )
 
-            return SimpleNamespace(compile=compile)
+@pytest.fixture
+def compiled(monkeypatch):
+    """The kernels and compute capabilities for which Numba and NVVM were called."""
+    found = []
 
-        return dispatcher
+    def compiling(kernel, capability):
+        found.append((kernel, capability))
+        return SimpleNamespace(assembled=lambda: (MACHINE_CODE, "log"))
 
-    monkeypatch.setattr(numba.cuda, "jit", jit)
+    monkeypatch.setattr(linking, "compiled", compiling)
+    return found
+
+
+def test_a_kernel_is_compiled_once(place, compiled):
     kernel = fa2_forward.make_forward(SPEC)
-    assert kernel.built((9, 0)) == kernel.built((9, 0)) == (b"cubin", "entry")
-    bounds = {"launch_bounds": (kernel.threads, kernel.min_blocks)}
-    assert compiled == [("fa2_forward", bounds, kernel.argument_types)]
+    assert kernel.built((9, 0)) == kernel.built((9, 0)) == (MACHINE_CODE, "entry")
+    assert built_together([kernel], (9, 0)) == [(MACHINE_CODE, "entry")]
+    assert compiled == [(kernel, (9, 0))]
 
 
-def test_a_plan_compiles_its_kernels(monkeypatch):
-    compiled = []
-    monkeypatch.setattr(fa_numba.device.Kernel, "compiled", lambda kernel: compiled.append(kernel))
+def test_a_plan_compiles_its_kernels_the_largest_first(monkeypatch, place, compiled):
+    loaded = {}
     shape = (1, 1, 64, 64)
     with fa_numba.device.using("emulator"):
         planned = fa_numba.plan(shape, shape, algorithm="fa2", dtype="float16", passes="bwd")
         planned.compile()
-        assert not compiled
-        monkeypatch.setattr(fa_numba.device, "on_gpu", lambda: True)
+    assert not compiled
+    with no_gpu_but_its_driver():
+        monkeypatch.setattr(device_kernel, "built_together", built_together)
+        monkeypatch.setattr(
+            device_kernel.Kernel,
+            "_load",
+            lambda self, cubin, name, device: loaded.update({self: (cubin, name, device)}),
+        )
         planned.compile()
-    assert [kernel.name for kernel in compiled] == [kernel.name for kernel in planned.kernels]
+    assert set(loaded) == set(planned.launched)
+    assert set(loaded.values()) == {(MACHINE_CODE, "entry", 0)}
+    sizes = [kernel.shared_bytes for kernel, _ in compiled]
+    assert len(sizes) == 3 and sizes == sorted(sizes, reverse=True)
 
 
 # --- loops for the CPU ------------------------------------------------------------------------

@@ -269,7 +269,6 @@ BEHIND = (
 # Who may, as no cached function calls it.
 MAY_ASK = {
     ("fa_numba/choices/requests.py", "Request.here"),
-    ("fa_numba/host/plans.py", "LaunchPlan.compile"),
 }
 
 

@@ -1,0 +1,143 @@
+"""Types: results of Numba's type inference that are computed once and kept."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Any
+
+from numba.cuda import target
+from numba.cuda.core import errors, ir, rewrites, typed_passes, typeinfer
+from numba.types import BaseFunction, StringLiteral
+
+from fa_numba.device.function import DeviceFunction
+
+# Types of values that are equal only if they are the same object. Most names in a kernel stand for
+# such a value.
+_BY_IDENTITY = (FunctionType, BuiltinFunctionType, ModuleType, DeviceFunction, type)
+
+
+def call_types_kept(find: Callable) -> Callable:
+    """Return a function that keeps the type of each call.
+
+    Type inference asks for the type of a call in each of its rounds. Lowering asks once more.
+    """
+    known: dict[Any, Any] = {}
+
+    def get_call_type(self: Any, context: Any, args: Any, kws: Any) -> Any:
+        key = self, context, tuple(args), tuple(dict(kws).items())
+        if known.get(key) is None:
+            known[key] = find(self, context, args, kws)
+        return known[key]
+
+    return get_call_type
+
+
+def types_of_values_kept(find: Callable) -> Callable:
+    """Return a function that keeps the types of functions, modules, types and whole numbers."""
+    known: dict[Any, Any] = {}
+
+    def resolve_value_type(self: Any, value: Any) -> Any:
+        kind = type(value)
+        if kind is int or kind is bool:
+            key = self, kind, value
+        elif isinstance(value, _BY_IDENTITY):
+            key = self, kind, id(value)
+        else:
+            return find(self, value)
+        if key not in known:
+            known[key] = find(self, value), value  # the value is kept, so that its id stays unique
+        return known[key][0]
+
+    return resolve_value_type
+
+
+def propagated_where_changed(propagate: Callable) -> Callable:
+    """Return a function that resolves a constraint again only if a type in it has changed.
+
+    Numba resolves all constraints again until no type changes. If statements are in the order of
+    their values, it resolves each constraint twice.
+    """
+
+    def propagate_changed(self: Any, inference: Any) -> list:
+        constraints, failed, settled = self.constraints, [], vars(self).setdefault("settled", {})
+        for constraint in constraints:
+            if constraint not in settled:
+                settled[constraint] = tuple(set(_names_in(constraint))), None
+            names, types = settled[constraint]
+            if types == _types_of(names, inference.typevars):
+                continue
+            self.constraints = [constraint]
+            errors = propagate(self, inference)
+            failed += errors
+            types = None if errors else _types_of(names, inference.typevars)
+            settled[constraint] = names, types
+        self.constraints = constraints
+        return failed
+
+    return propagate_changed
+
+
+def _types_of(names: tuple[str, ...], variables: Any) -> list:
+    """Return the types of variables; None for a name without a variable so far."""
+    return [variables[name].type if name in variables else None for name in names]
+
+
+def _names_in(value: Any) -> Iterator[str]:
+    """Return the names of the variables in a constraint and in its parts, and other texts in it."""
+    if isinstance(value, ir.Var):
+        yield value.name
+    elif isinstance(value, str):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _names_in(item)
+    elif isinstance(value, dict):
+        yield from _names_in(list(value.values()))
+    elif hasattr(value, "loc") and not isinstance(value, ir.Inst):
+        yield from _names_in(vars(value))
+
+
+def not_caught(_: Callable) -> Callable:
+    """Return a function that lets warnings pass.
+
+    Numba sets up filters of warnings for each statement whose type it infers.
+    """
+    return lambda self, filename=None, lineno=None: contextlib.nullcontext()
+
+
+def literals_looked_for(run: Callable) -> Callable:
+    """Return a pass that runs only on functions with lists or with subscripts that are text.
+
+    Numba's pass applies three rewrites, which change only such functions.
+    """
+    known = {
+        *("RewriteStringLiteralGetitems", "RewriteStringLiteralSetitems"),
+        "RewriteArrayOfConsts",
+    }
+
+    def run_pass(self: Any, state: Any) -> bool:
+        found = rewrites.rewrite_registry.rewrites["after-inference"]
+        if {rewrite.__name__ for rewrite in found} != known:
+            return run(self, state)
+        for block in state.func_ir.blocks.values():
+            for statement in block.body:
+                parts = vars(getattr(statement, "value", statement))
+                index = parts.get("index") or parts.get("_kws", {}).get("index")
+                if parts.get("op") == "build_list" or isinstance(
+                    state.typemap.get(getattr(index, "name", None)), StringLiteral
+                ):
+                    return run(self, state)
+        return True
+
+    return run_pass
+
+
+REPLACED = (
+    (BaseFunction, "get_call_type", call_types_kept),
+    (target.CUDATypingContext, "resolve_value_type", types_of_values_kept),
+    (typeinfer.ConstraintNetwork, "propagate", propagated_where_changed),
+    (errors.WarningsFixer, "catch_warnings", not_caught),
+    (typed_passes.NopythonRewrites, "run_pass", literals_looked_for),
+)

@@ -1,0 +1,177 @@
+"""Variables of Numba's intermediate representation: which are alive, renamed, read or stored."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from typing import Any
+
+from numba.cuda.core import ir, ir_utils, postproc, ssa, transforms, untyped_passes
+
+from fa_numba.device.front_end.replacing import replaced
+
+# Values without an effect: their assignment may go if no statement reads the variable.
+_WITHOUT_EFFECT = (ir.Var, ir.Const, ir.Global, ir.FreeVar)
+_EXPRESSIONS_WITHOUT_EFFECT = ("getattr", "build_tuple")
+
+
+def unread_left_out(rename: Callable) -> Callable:
+    """Return a pass that removes assignments to unread variables, and then renames variables.
+
+    Such variables are the names of inlined functions, and the results of inlined functions that
+    return nothing.
+    """
+
+    def run_pass(self: Any, state: Any) -> bool:
+        _remove_unread(state.func_ir.blocks)
+        return rename(self, state)
+
+    return run_pass
+
+
+def _remove_unread(blocks: dict[int, ir.Block]) -> None:
+    """Remove assignments without an effect to variables that no statement reads."""
+    reads: Counter[str] = Counter()
+    assigned = defaultdict(list)
+    for block in blocks.values():
+        for statement in block.body:
+            if isinstance(statement, ir.Assign):
+                assigned[statement.target.name].append(statement)
+                reads.update(_names_read(statement.value))
+            else:
+                reads.update(variable.name for variable in statement.list_vars())
+    unread = {name for name in assigned if not reads[name]}
+    gone = set()
+    while unread:
+        for statement in assigned[unread.pop()]:
+            value = statement.value
+            if type(value) in _WITHOUT_EFFECT or (
+                type(value) is ir.Expr and value.op in _EXPRESSIONS_WITHOUT_EFFECT
+            ):
+                gone.add(id(statement))
+                for name in _names_read(value):
+                    reads[name] -= 1
+                    if not reads[name]:
+                        unread.add(name)
+    for block in blocks.values():
+        block.body = [statement for statement in block.body if id(statement) not in gone]
+
+
+def _names_read(value: Any) -> list[str]:
+    """Return the names of the variables that the value of an assignment reads."""
+    if isinstance(value, ir.Var):
+        return [value.name]
+    return [variable.name for variable in value.list_vars()] if isinstance(value, ir.Inst) else []
+
+
+def lifetimes_when_asked_for(run: Callable) -> Callable:
+    """Return a function that computes the lifetimes of variables only when they are read.
+
+    Numba computes the lifetimes after each pass. Only the pass that marks the ends of variables
+    needs them.
+    """
+
+    def without_lifetimes(
+        self: Any, emit_dels: bool = False, extend_lifetimes: bool = False
+    ) -> None:
+        code = self.func_ir
+        if emit_dels or code.is_generator:
+            run(self, emit_dels, extend_lifetimes)
+            return
+        code.blocks = transforms.canonicalize_cfg(code.blocks)
+        code.variable_lifetime = postproc.VariableLifetime(code.blocks)  # computes when read
+        code.generator_info = None
+
+    return without_lifetimes
+
+
+def renamed_where_named(run: Callable) -> Callable:
+    """Return a function that renames a variable only in the blocks that contain its name.
+
+    Numba searches all statements for each variable that is assigned several times.
+    """
+
+    def run_ssa(blocks: dict) -> dict:
+        naming = defaultdict(set)
+        for label, block in blocks.items():
+            for statement in block.body:
+                for variable in statement.list_vars():
+                    naming[variable.name].add(label)
+
+        def rewriting(rewrite: Callable) -> Callable:
+            def run_block_rewrite(blocks: dict, states: dict, handler: Any) -> dict:
+                here = naming[states["varname"]]
+                some = {label: block for label, block in blocks.items() if label in here}
+                return blocks | rewrite(some, states, handler)
+
+            return run_block_rewrite
+
+        with replaced([(ssa, "_run_block_rewrite", rewriting)]):
+            return run(blocks)
+
+    return run_ssa
+
+
+def variables_by_type(_: Callable) -> Callable:
+    """Return a function that lists the variables in a part of a statement.
+
+    Numba compares the type of each part with each kind of node. Here each type is compared once.
+    """
+    finders: dict[type, Callable[[Any], list]] = {}
+
+    def finder_of(cls: type) -> Callable[[Any], list]:
+        if issubclass(cls, ir.Var):
+            return lambda value: [value]
+        if issubclass(cls, ir.Inst):
+            return lambda value: value.list_vars()
+        if issubclass(cls, (list, tuple)):
+            return lambda value: [found for part in value for found in variables(part)]
+        if issubclass(cls, dict):
+            return lambda value: [found for part in value.values() for found in variables(part)]
+        return lambda value: []
+
+    def variables(value: Any) -> list:
+        finder = finders.get(type(value))
+        if finder is None:
+            finder = finders[type(value)] = finder_of(type(value))
+        return finder(value)
+
+    return lambda self, value: variables(value)
+
+
+def of_an_assignment(_: None) -> Callable:
+    """Return a function that lists the variables of an assignment.
+
+    Most statements are assignments. Only an assignment's value can have several variables.
+    """
+
+    def list_vars(self: ir.Assign) -> list:
+        value = self.value
+        if isinstance(value, ir.Var):
+            return [value, self.target]
+        found = value.list_vars() if isinstance(value, ir.Inst) else []
+        return [*found, self.target]
+
+    return list_vars
+
+
+def of_a_statement(find: Callable) -> Callable:
+    """Return a function that lists the variables of a statement.
+
+    Numba walks through a statement as if to change it in order to list its variables.
+    """
+
+    def compat_list_vars_stmt(statement: Any) -> list:
+        return statement.list_vars() if type(statement) is ir.Assign else find(statement)
+
+    return compat_list_vars_stmt
+
+
+REPLACED = (
+    (postproc.PostProcessor, "run", lifetimes_when_asked_for),
+    (untyped_passes.ReconstructSSA, "run_pass", unread_left_out),
+    (ssa, "_run_ssa", renamed_where_named),
+    (ir.Inst, "_rec_list_vars", variables_by_type),
+    (ir.Assign, "list_vars", of_an_assignment),
+    (ir_utils, "compat_list_vars_stmt", of_a_statement),
+)
