@@ -1,4 +1,4 @@
-"""The program that Nsight Compute profiles: it runs each call of a list once.
+"""The program that Nsight Compute profiles: one run of each call of a list is profiled.
 
     python -m experiments.lab.measure.counter_target CASES KERNELS
 
@@ -36,7 +36,7 @@ def arrays_of(problem: Problem) -> tuple[Any, ...]:
 
 
 def run(case: Case) -> int:
-    """Run the call of a case, profile it, and return the number of its kernels."""
+    """Warm up the call of a case, profile one run of it, and return the number of its kernels."""
     q, k, v, dout = arrays_of(replace(case.problem, causal=False))  # the inputs need no mask
     of = case.series, case.problem
     planned = series.plan(*of, passes=case.pass_, **case.options)

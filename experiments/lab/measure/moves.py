@@ -183,7 +183,8 @@ class Trace:
     def slots(self) -> int:
         """Return the number of slots in shared memory for tiles of each of Q, K and V.
 
-        It is 2 for the series "fa1-wgmma", which loads one tile ahead, and 1 for all other series.
+        The number is 2 for the series "fa1-wgmma", which loads one tile ahead. For all other series
+        it is 1, because calls with more pipeline stages are not traced.
         """
         return 2 if self.series == "fa1-wgmma" else 1
 

@@ -1,8 +1,9 @@
 """Digests of Python code that do not change when only words change.
 
 Words are docstrings, comments, annotations, the arguments of ``raise``, the texts that a progress
-bar or ``say`` shows, and local variables that only words use. A digest also does not depend on line
-breaks and on the names of local variables.
+bar or ``say`` shows, and local variables that only words use. Calls of functions named
+``check_...`` whose result is not used count as words too, and so do unused imports. A digest also
+does not depend on line breaks and on the names of local variables.
 """
 
 from __future__ import annotations
@@ -412,8 +413,9 @@ def _written(
 def _changed(statement: ast.stmt) -> Iterator[str]:
     """Yield the names of the variables whose values a statement may change.
 
-    A statement may change: an object over which it iterates; an object whose element or attribute
-    it assigns; an object whose method it calls; an argument that it passes to a function.
+    A statement may change: an object over which it iterates; a variable that it updates, as in
+    ``x += 1``; an object whose element or attribute it assigns; an object whose method it calls; an
+    argument that it passes to a function.
     """
     for node in ast.walk(statement):
         changed: list[ast.AST] = []

@@ -9,8 +9,9 @@ words (see `code_digest`). The entries are
               grids, arguments and workspace. The plan can be made again from the text.
 `kernels`     name and digest of the kernels that no such plan launched
 `modules`     digests of the modules with the code of `kernels`
-`calls`       digest of fa_numba's files that turn a call into launches. Runs on a GPU have this
-              entry if they have `kernels`, because no request describes the launches of `kernels`.
+`calls`       digest of fa_numba's files that turn a call into launches. Counts always have this
+              entry. Runs on a GPU have this entry if they have `kernels`, because no request
+              describes the launches of `kernels`.
 `emulator`    digest of the emulator's files; only for counts
 """
 

@@ -147,9 +147,10 @@ class Row:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Return the values that identify the measured quantity: all columns up to the metric.
+        """Return the values that identify the measured quantity: CSV columns up to the metric.
 
-        Two rows with equal keys and equal `place` are two readings of one quantity.
+        The machine is not in the key. Two rows of one machine with equal keys and equal `place` are
+        two readings of one quantity.
         """
         return tuple(getattr(self, name) for name in _KEY)
 

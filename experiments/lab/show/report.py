@@ -48,7 +48,7 @@ def known() -> dict[str, tuple[Make, tuple[str, ...]]]:
     Raises
     ------
     ValueError
-        If two tables have the same name.
+        If two experiments have tables of the same name.
     """
     found: dict[str, tuple[Make, tuple[str, ...]]] = {}
     for experiment in registry.names():
@@ -66,7 +66,10 @@ def known() -> dict[str, tuple[Make, tuple[str, ...]]]:
 
 
 def tables_of(name: str) -> Mapping[str, Make]:
-    """Return the tables that an experiment makes from its own rows.
+    """Return the tables that the module of an experiment defines: `table`, and those in `TABLES`.
+
+    Most tables use the rows of the experiment only. A table of class `Across` uses rows of several
+    experiments.
 
     Parameters
     ----------
@@ -84,9 +87,10 @@ def tables_of(name: str) -> Mapping[str, Make]:
 
 
 def shared_tables() -> dict[str, Across]:
-    """Return the tables that use rows of several experiments.
+    """Return the tables that packages inside `experiments`, such as `verdicts`, define.
 
-    A package inside `experiments`, such as `verdicts`, defines them in a function `tables`.
+    A package defines such tables in a function `tables`. The tables use rows of several
+    experiments.
 
     Returns
     -------
