@@ -135,7 +135,7 @@ def in_words(gain: Mapping[int, float] | None) -> str:
     """Return the text of a cell: the result of `crossing` for the ratios {N: ratio}.
 
     If the gain is above 1 at every N, the text is like "all, from 64". If it is not above 1 at the
-    longest N, the text is like "none to 4096".
+    longest N, the text is like "none to 4096". Without ratios, the text is a dash.
     """
     if not gain:
         return tables.MISSING

@@ -1,7 +1,7 @@
 """Measures decoding: few query rows on a long cache, columns split over blocks (claim C21).
 
 The setting is Flash-Decoding's micro-benchmark, with forward calls in fp16. The calls have 1 to 16
-rows of Q, 1k to 128k keys and batch size 1 to 64. Each K/V head has one to eight query heads. The
+rows of Q, 256 to 128k keys and batch size 1 to 256. Each K/V head has one to eight query heads. The
 series are: one thread block per row tile, columns split over several thread blocks, and torch's
 kernels. The speed is the bytes of K and V, read once, divided by the time. A kernel that only reads
 gives the upper limit of the speed.
@@ -65,7 +65,7 @@ def problems(options: Options) -> list[Problem]:
     | one sequence | 1 | 1 | 1024 to 131072 |
     | more rows of Q | 4 | 1 to 16 | 16384 |
     | caches of equal size, d=64 | 65536 / keys | 1 | 1024 to 65536 |
-    | Flash-Decoding's own setting | DECODING | 1 | DECODING |
+    | Flash-Decoding's own setting (DECODING) | 1 to 256 | 1 | 256 to 131072 |
     """
     if options.quick:
         return [_problem(2, group, 1, 2048) for group in (1, 8)]
