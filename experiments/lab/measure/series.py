@@ -26,7 +26,7 @@ SERIES = {"standard-simt": "standard", "fa1-simt": "fa1", "fa2-simt": "fa2"}
 SPLITS, MMA_SPLITS = "fa1-simt-splits", "fa1-mma-splits"
 HOPPER = "fa2-wgmma"
 HOPPER_FA1, HOPPER_SPLITS = "fa1-wgmma", "fa1-wgmma-splits"
-# All series that take 16-bit inputs.
+# The series with 16-bit inputs that the speed experiments measure.
 HALF = ("standard-mma", "fa1-mma", MMA_SPLITS, "fa2-mma", HOPPER_FA1, HOPPER_SPLITS, HOPPER)
 # FA-2's backward pass with a fixed order of dQ's sums.
 DETERMINISTIC = "fa2-simt-deterministic"
