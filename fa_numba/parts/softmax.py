@@ -43,8 +43,10 @@ def make_start_of_lanes(spec):
 
 @part
 def _make_start(spec, whole_rows):
-    """Make ``start(rO, rl, rm, tile, split)``. ``whole_rows`` says whether l is the sum of a
-    complete row.
+    """Make ``start(rO, rl, rm, tile, split)``, which sets O = 0, l = 0 and m = -inf, and includes
+    sinks.
+
+    ``whole_rows`` says whether l is the sum of a complete row, or only of this thread's columns.
     """
     TM, RO, take_sinks = spec.TM, spec.TM * spec.DN * 4, _make_take_sinks(spec, whole_rows)
 
@@ -71,10 +73,10 @@ def make_take_sinks(spec):
 
 @part
 def _make_take_sinks(spec, whole_rows):
-    """Make ``take_sinks(rl, rm, tile, split)``.
+    """Make ``take_sinks(rl, rm, tile, split)``, which includes the sinks in l and m of split 0.
 
-    ``whole_rows`` says whether l is the sum of a complete row. Otherwise only the lane with tx = 0
-    sets l = 1.
+    ``whole_rows`` says whether l is the sum of a complete row. If l is the sum of this thread's
+    columns, only the lane with tx = 0 sets l = 1.
     """
     TM, sinks, q_lens = spec.TM, spec.features.sinks, spec.features.q_lens
     row_of, head_of_row, owns = make_row(spec), make_head_of_row(spec), make_owns(spec)
@@ -223,7 +225,7 @@ def make_row_maximum(spec):
 
 @cache
 def make_online(spec):
-    """Make ``online(rS, scale, rm, rl, rf)``, one step of the online softmax.
+    """Make ``online(rS, scale, rm, rl, rf)``, which computes one step of the online softmax.
 
     Before the call, rS holds the scores of a tile, and rm and rl hold m and l of the columns
     before. After the call:
@@ -252,9 +254,11 @@ def make_online_of_lanes(spec):
 
 @part
 def _make_online(spec, whole_rows):
-    """Make ``online_softmax(rS, scale, rm, rl, rf)``.
+    """Make ``online_softmax(rS, scale, rm, rl, rf)``, which computes one step of the online
+    softmax.
 
-    ``whole_rows`` says whether l is the sum of a complete row, or only of this thread's columns.
+    ``make_online`` explains the arguments. ``whole_rows`` says whether l is the sum of a complete
+    row, or only of this thread's columns.
     """
     TM, TN, folds, row_maximum = spec.TM, spec.TN, spec.folds_scale, make_row_maximum(spec)
     SHARING, STEP = spec.tx_count if whole_rows else 1, spec.lane_step

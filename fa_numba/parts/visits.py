@@ -116,18 +116,20 @@ def make_row_range(spec):
 
 @cache
 def make_rows_of_pass(spec):
-    """Make ``rows_of_pass(col0, rows_begin, rows_end, head)``, the range of FA-1's inner loop.
+    """Make ``rows_of_pass(col0, rows_begin, rows_end, head)``, which returns the rows of one pass
+    of FA-1.
 
-    The result is that of ``row_range``, except for the pass over the tile at column 0. That pass
-    visits all rows, because it initialises O, l and m, or dQ. If the kernel initialises them before
-    the loop (``features.initialises``), no pass is an exception.
+    The pass is over the column tile at column ``col0``. The result is that of ``row_range``, except
+    for column 0: that pass visits all rows, because it initialises O, l and m, or dQ. If the kernel
+    initialises them before the loop (``features.initialises``), no pass is an exception.
     """
     return _make_row_range(spec, takes_all=not spec.features.initialises)
 
 
 @part
 def _make_row_range(spec, takes_all):
-    """Make ``row_range(col0, rows_begin, rows_end, head)``.
+    """Make ``row_range(col0, rows_begin, rows_end, head)``, which returns the rows that see a
+    column tile.
 
     If ``takes_all`` is true, the column tile at column 0 gets all rows from ``rows_begin`` to
     ``rows_end``.

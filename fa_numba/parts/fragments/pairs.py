@@ -79,8 +79,10 @@ def make_write_two(spec, cols_end=None):
 
 @part
 def _make_write_two_floats(spec, d):
-    """Make ``write_two(T, row, col, low, high)`` for a float32 array with rows of ``d``
-    elements.
+    """Make ``write_two(T, row, col, low, high)``, which writes two neighbours of a float32 row.
+
+    ``low`` goes to column ``col`` and ``high`` to col + 1. A row has ``d`` elements, and nothing is
+    written past its end.
     """
     aligned = spec.aligned
 

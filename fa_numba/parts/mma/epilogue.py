@@ -209,7 +209,8 @@ def make_write_scores(spec):
 
 @cache
 def make_write_split(spec):
-    """Make ``write_split``, which writes O, l and m of a key split: see
-    ``split_epilogue.writes_split``.
+    """Make ``write_split``, which writes O, l and m of a key split.
+
+    ``split_epilogue.writes_split`` explains the arguments.
     """
     return writes_split(spec, make_write_fragments(spec))

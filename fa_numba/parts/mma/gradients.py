@@ -309,9 +309,10 @@ def make_write_columns(spec):
 
 @part
 def make_write_dv(spec):
-    """Make ``write_dv(rdV, dV, row0, rows_end, thread)``, which is ``write_columns`` for dV.
+    """Make ``write_dv(rdV, dV, row0, rows_end, thread)``, which writes a thread's part of dV.
 
-    ``thread`` is the ``Thread`` for dK, even if V has its own head dimension.
+    It works as ``write_columns``. ``thread`` is the ``Thread`` for dK, even if V has its own head
+    dimension.
     """
     write_columns = make_write_columns(spec.of_values)
     if not spec.head_dim_v:

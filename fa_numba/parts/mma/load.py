@@ -102,8 +102,10 @@ def make_q(spec):
 
 @part
 def _q_of_heads(spec):
-    """Make ``q(sQ, Q, i0, rows_end)`` for ``Q: (rows, heads, d)``. The tile begins at row i0 of
-    each head.
+    """Make ``q(sQ, Q, i0, rows_end)``, which starts to copy a row tile that several heads share to
+    sQ.
+
+    ``Q: (rows, heads, d)``. The tile begins at row i0 of each head.
     """
     heads, prefetches, d = spec.tile_heads, spec.prefetches, spec.row_halves
     load = make_half_tile(spec.Br, spec.rows, spec.threads, spec.loads_aligned, heads=heads)

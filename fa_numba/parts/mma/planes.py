@@ -80,7 +80,10 @@ def _make_multiply(dtype, planes, step, beside=2, count=None):
 
 @part
 def make_scores_of_planes(spec):
-    """Make ``scores(rS, rQ, sQ, sK, row0, col0)``, which is ``products.make_scores`` for planes."""
+    """Make ``scores(rS, rQ, sQ, sK, row0, col0)``, which computes S = Qi KjT for planes.
+
+    ``products.make_scores`` explains the arguments.
+    """
     pitch, RS, place = spec.rows.pitch, spec.TM * spec.TN, make_place(spec.rows)
     add_from = _make_add_scores_from(spec, 0)
 
@@ -147,8 +150,10 @@ class Sums(NamedTuple):
 
 @cache
 def make_add_output_of_planes(spec):
-    """Make ``add_output(rO, rP, sV, unit, options)``, which is ``products.make_add_output`` for
+    """Make ``add_output(rO, rP, sV, unit, options)``, which adds ``unit`` times P V to O, for
     planes.
+
+    ``products.make_add_output`` explains the arguments.
     """
     return add_fragment_product_of_planes(spec, spec.features.dropout, P_SCALE)
 
@@ -304,11 +309,11 @@ def make_scale_ds(spec):
 
 @part
 def make_add_transposed_of_planes(spec, of, whole):
-    """Make ``add(rdV, rP, sP, sT, row0, col0, options)``, which is ``products.make_add_dv`` for
-    planes.
+    """Make ``add(rdV, rP, sP, sT, row0, col0, options)``, which adds PT dO to dV, or dST Q to dK,
+    for planes.
 
-    ``of`` is OF_DV, or OF_DK for the function of ``products.make_add_dk``. ``whole`` is the spec of
-    the kernel. ``spec`` differs from it if V has its own head dimension.
+    ``products.make_add_dv`` explains the arguments. ``of`` is OF_DV or OF_DK. ``whole`` is the spec
+    of the kernel. ``spec`` differs from it if V has its own head dimension.
     """
     own, PLANES, PLANE = spec.row_warps == 1, spec.planes, spec.plane_of_scores
     R, K, rows = spec.TN // 2, spec.Br // 16, spec.rows
@@ -343,8 +348,9 @@ def make_add_transposed_of_planes(spec, of, whole):
 
 @part
 def make_dq_of_planes(spec):
-    """Make ``dq(rdQ, sdS, sK, turn)``, which is ``products.make_dq`` for planes. rdQ must be 0
-    before.
+    """Make ``dq(rdQ, sdS, sK, turn)``, which computes this warp's part of dSij Kj, for planes.
+
+    ``products.make_dq`` explains the arguments. rdQ must be 0 before.
     """
     R, C, ALONG, DN = spec.query_fragments, spec.query_chunks, spec.chunk_warps, spec.DN
     K, PLANES, PLANE, COLUMNS = spec.Bc // 16, spec.planes, spec.plane_of_scores, spec.columns
@@ -392,11 +398,10 @@ def make_dq_of_planes(spec):
 
 @part
 def make_store_of_planes(spec, of):
-    """Make ``store(sT, rT, tile)``, which is ``products.make_store_p`` or ``make_store_ds`` for
-    planes.
+    """Make ``store(sT, rT, tile)``, which stores the planes of PT or dST in shared memory.
 
-    ``of`` is OF_DV to store PT, and OF_DQ to store dST. The planes are stored one after the other.
-    For dS, the function first scales the values in the registers (``make_scale_ds``).
+    ``of`` is OF_DV for PT and OF_DQ for dST. The planes are stored one after the other. For dS, the
+    function first scales the values in the registers (``make_scale_ds``).
     """
     TM, TN, pitch, PLANES = spec.TM, spec.TN, spec.rows_ds.pitch, spec.planes
     row_of, column_of, PLANE = make_row(spec), make_column(spec), spec.plane_of_scores

@@ -60,9 +60,10 @@ def make_load_value_fragments(spec):
 
 @part
 def _make_scores(spec):
-    """Make ``scores(rS, rQ, sQ, sK, row0, col0)`` for 16-bit matrices.
+    """Make ``scores(rS, rQ, sQ, sK, row0, col0)``, which computes S = Qi KjT for 16-bit matrices.
 
-    The loops over registers are unrolled, because an index of registers must be a constant.
+    ``make_scores`` explains the arguments. The loops over registers are unrolled, because an index
+    of registers must be a constant.
     """
     R, TN, K, pitch, keeps = spec.TM // 2, spec.TN, spec.DK, spec.rows.pitch, spec.keeps_q
     COLUMNS, RS = spec.TN // 4, spec.TM * spec.TN
@@ -119,10 +120,12 @@ def make_add_ds(spec):
 
 @part
 def add_fragment_product(spec, drops):
-    """Make the function of ``make_add_output`` or ``make_add_ds`` for 16-bit matrices.
+    """Make ``add_product(rO, rP, sV, options)``, which adds P V to O in registers, for 16-bit
+    matrices.
 
-    The left operand is in registers and is rounded here. With ``drops``, its negative elements are
-    dropped elements of P, and the kept ones are multiplied by 1 / (1 - dropout_p).
+    The operands can also be dS and K, with the sum dQ. rP holds P in float32 and is rounded here.
+    With ``drops``, negative elements of P are dropped elements and count as 0, and the kept ones
+    are multiplied by 1 / (1 - dropout_p).
     """
     R, TN, DN, rows = spec.TM // 2, spec.TN, spec.DN, spec.value_rows
     K, RA = spec.TN // 4, 4 * (spec.TM // 2)
@@ -249,10 +252,10 @@ def make_add_dk(spec):
 
 @part
 def _make_add_transposed_product(spec, of, whole):
-    """Make the function of ``make_add_dv`` or ``make_add_dk``.
+    """Make ``add(rdV, rP, sP, sT, row0, col0, options)``, which adds PT dO to dV, or dST Q to dK.
 
-    ``of`` is ``planes.OF_DV`` or ``planes.OF_DK``. ``whole`` is the spec of the kernel. ``spec``
-    differs from it if V has its own head dimension.
+    ``make_add_dv`` explains the arguments. ``of`` is ``planes.OF_DV`` or ``planes.OF_DK``.
+    ``whole`` is the spec of the kernel. ``spec`` differs from it if V has its own head dimension.
     """
     if spec.planes > 1:
         return planes.make_add_transposed_of_planes(spec, of, whole)
@@ -356,7 +359,11 @@ def make_store_ds(spec):
 
 @part
 def _make_store(spec, of):
-    """Make the function of ``make_store_p`` (``of`` is ``planes.OF_DV``) or ``make_store_ds``."""
+    """Make ``store(sT, rT, tile)``, which stores PT or dST, rounded, in shared memory.
+
+    ``of`` is ``planes.OF_DV`` for PT (``make_store_p``) and ``planes.OF_DQ`` for dST
+    (``make_store_ds``).
+    """
     if spec.planes > 1:
         return planes.make_store_of_planes(spec, of)
     drops = spec.features.dropout and of == planes.OF_DV

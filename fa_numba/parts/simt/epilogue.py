@@ -94,8 +94,9 @@ def make_write_rows(spec):
 
 @cache
 def make_write_split(spec):
-    """Make ``write_split``, which writes O, l and m of a key split: see
-    ``split_epilogue.writes_split``.
+    """Make ``write_split``, which writes O, l and m of a key split.
+
+    ``split_epilogue.writes_split`` explains the arguments.
     """
     return writes_split(spec, make_write_rows(spec))
 
@@ -144,8 +145,9 @@ def make_write_columns(spec):
 
 @cache
 def make_write_dv(spec):
-    """Make ``write_dv(rdV, dV, row0, rows_end, thread)``, which is ``write_columns`` for V's head
-    dimension.
+    """Make ``write_dv(rdV, dV, row0, rows_end, thread)``, which writes a thread's part of dV.
+
+    It works as ``write_columns``, with V's head dimension.
     """
     return make_write_columns(spec.of_values)
 

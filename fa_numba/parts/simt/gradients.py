@@ -111,7 +111,11 @@ def make_row_dots(spec):
 
 @part
 def _make_row_dots(spec):
-    """Make ``row_dots(rD, rL, sdO, O, tile)`` for a spec with V's head dimension."""
+    """Make ``row_dots(rD, rL, sdO, O, tile)``, which computes D = rowsum(dO o O) of a thread's
+    rows.
+
+    ``make_row_dots`` explains the arguments. The head dimension of ``spec`` is that of V.
+    """
     TM, DN, TX, TY = spec.TM, spec.DN, spec.tx_count, spec.ty_count
     STEP = spec.lane_step
     TURN = (4 - spec.rows_q.pitch // 4) % 8 if STEP == 2 and TX >= 8 else 0

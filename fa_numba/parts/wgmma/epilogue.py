@@ -143,7 +143,10 @@ def _make_round_rows(spec):
 
 @part
 def make_write_split(spec):
-    """Make ``write_split`` for one warpgroup's rows: see ``split_epilogue.writes_split``."""
+    """Make ``write_split``, which writes O, l and m of a key split for one warpgroup's rows.
+
+    ``split_epilogue.writes_split`` explains the arguments.
+    """
     return writes_split(spec, make_write_fragments(spec))
 
 

@@ -489,8 +489,10 @@ def _make_write_rounded(spec):
 
 @cache
 def make_fa1_write_dv(spec):
-    """Make ``fa1_write_dv(rdV, sV, dV, row0, head, thread)``, which is ``fa1_write_columns`` for
+    """Make ``fa1_write_dv(rdV, sV, dV, row0, head, thread)``, which writes this consumer's rows of
     dV.
+
+    It works as ``fa1_write_columns``. The rows pass through the shared memory ``sV``.
     """
     return make_fa1_write_columns(spec.of_values)
 

@@ -432,7 +432,8 @@ def make_write_state(spec):
 
 @part
 def _make_write_state_in_place(spec):
-    """Make ``write_state(rO, rl, rm, shared, slot, out, more, tile)`` for planes.
+    """Make ``write_state(rO, rl, rm, shared, slot, out, more, tile)``, which writes O, l and m, for
+    planes.
 
     O goes to the array O in float32. Until the last pass of a row tile, it contains the powers of
     two of scaled planes.

@@ -269,7 +269,11 @@ def make_p_of_columns(spec):
 
 @part
 def _make_p_and_slopes(spec):
-    """Make ``p_of_columns`` for ``spec.slopes_early``."""
+    """Make ``p_of_columns(rS, rP, scale, sL, at, tile)``, which computes PT and the derivatives of
+    the scores.
+
+    It is for ``spec.slopes_early``: rS becomes PT times the derivatives, and rP gets PT in 16 bits.
+    """
     slopes_of_pair, round_pair = _make_slopes_of_pair(spec), pack_p(spec)
     times_slope = make_times_slope(spec.features)
 
@@ -750,7 +754,10 @@ def make_scale_dv(spec):
 
 @cache
 def make_write_dv(spec):
-    """Make ``write_dv(rdV, sV, dV, row0, head, thread)``, which is ``write_columns`` for dV."""
+    """Make ``write_dv(rdV, sV, dV, row0, head, thread)``, which writes this consumer's rows of dV.
+
+    It works as ``write_columns``. The rows pass through the shared memory ``sV``.
+    """
     return make_write_columns(spec.of_values)
 
 

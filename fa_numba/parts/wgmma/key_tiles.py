@@ -298,19 +298,21 @@ def _read_key_end(head):
 
 @cache
 def make_read_query_box(spec):
-    """Make ``read_query_box(T, row, head)``, which is ``load.query_box``.
+    """Make ``read_query_box(T, row, head)``, which returns the ``Box`` of a row of a head's
+    queries.
 
-    It reads the end of the sequence from the words of the key tile.
+    It reads the end of the sequence from the words of the key tile. Otherwise it works as
+    ``load.query_box``.
     """
     return make_query_box(spec, end=_read_query_end)
 
 
 @cache
 def make_read_key_box(spec, ends):
-    """Make ``read_key_box(T, row, head)``, which is ``load.key_box``.
+    """Make ``read_key_box(T, row, head)``, which returns the ``Box`` of a row of a head's keys.
 
-    It reads the end of the sequence from the words of the key tile. ``ends`` says whether sequences
-    end within T.
+    It reads the end of the sequence from the words of the key tile. Otherwise it works as
+    ``load.key_box``. ``ends`` says whether sequences end within T.
     """
     return make_key_box(spec, ends, _read_key_end)
 

@@ -33,7 +33,9 @@ def make_acquire(facts):
 
 @part
 def _make_wait_at(first):
-    """Make ``wait(bars, slot)``. ``first`` is the number of the barrier of slot 0."""
+    """Make ``wait(bars, slot)``, which waits at a barrier of the slot. ``first`` is the barrier of
+    slot 0.
+    """
 
     def wait(bars, slot):
         wait_mbarrier(bars, uint32(first + slot.stage), slot.phase)
@@ -58,7 +60,9 @@ def make_release_alone(facts):
 
 @part
 def _make_arrive_at(first):
-    """Make ``arrive(bars, slot)``. ``first`` is the number of the barrier of slot 0."""
+    """Make ``arrive(bars, slot)``, which arrives at a barrier of the slot. ``first`` is the barrier
+    of slot 0.
+    """
 
     def arrive(bars, slot):
         arrive_mbarrier(bars, uint32(first + slot.stage))

@@ -31,7 +31,10 @@ def _no_product(a, b, c, d):
 
 @cache
 def make_multiply_planes(spec):
-    """Make ``multiply(rS, sQ, first, sK, at)``, which is ``products.make_multiply`` for planes."""
+    """Make ``multiply(rS, sQ, first, sK, at)``, which begins S = Q KT for planes.
+
+    ``products.make_multiply`` explains the arguments.
+    """
     rows, columns = ((n, spec.plane_panels * PANEL * n, 0) for n in (spec.Br, spec.Bc))
     return multiply_pairs(
         spec, spec.products, spec.Bc, rows, columns, ceil_div(spec.head_dim, STEP)

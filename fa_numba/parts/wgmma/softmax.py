@@ -18,7 +18,8 @@ from fa_numba.parts.wgmma.products import make_round_pair
 
 @part
 def make_online_to_p(spec):
-    """Make ``online_to_p(rP, rS, scale, rm, rl, rf)``, one step of FA-1's online softmax.
+    """Make ``online_to_p(rP, rS, scale, rm, rl, rf)``, which computes one step of FA-1's online
+    softmax.
 
     It differs from ``online`` in two results. P goes to rP in 16 bits. rf is l exp(m - m_new), by
     which FlashAttention-1 multiplies its normalised O.
