@@ -111,7 +111,10 @@ def make_pairs(spec, of_pair):
 
 @part
 def make_hide(spec):
-    """Make ``hide(rS, tile)``, which sets the scores to -inf that the user's ``mask_mod`` hides."""
+    """Make ``hide(rS, tile)``, which hides the scores for which the user's ``mask_mod`` is false.
+
+    They are set to the number of ``hidden_score``, which normally is -inf.
+    """
     each = _make_each(spec, 0, _make_hidden(spec), _chunk_of(spec.features.mask_mod))
 
     def hide(rS, tile):
@@ -512,7 +515,9 @@ def _make_value_and_slope(features):
 
 @part
 def _make_hidden(spec):
-    """Make the function that hides one element if ``mask_mod`` is false for it."""
+    """Make the function that sets one element to ``hidden_score`` if ``mask_mod`` is false for
+    it.
+    """
     mod, HIDDEN = spec.features.mask_mod, hidden_score(spec.stays)
     mask_mod = called(mod and mod.value)
     inside = _make_inside(spec.features, mod is not None and mod.inside)

@@ -40,9 +40,9 @@ def make_scale_and_mask(spec):
     """Make ``scale_and_mask(rS, scale, tile)``, which turns the product Q KT in rS into scores.
 
     The steps are, in this order: multiply by ``scale``, cap, call the user's ``score_mod``, add the
-    ALiBi bias, add the bias of the call, and set hidden elements to -inf. Hidden are elements that
-    a mask or a ``mask_mod`` hides, and elements outside of the matrix. The scores are in units of
-    log2.
+    ALiBi bias, add the bias of the call, and hide elements. Hidden are elements that a mask or a
+    ``mask_mod`` hides, and elements outside of the matrix. They become -inf. The scores are in
+    units of log2.
 
     | case | where ``scale`` is applied |
     |---|---|
@@ -52,6 +52,10 @@ def make_scale_and_mask(spec):
 
     ``options.softcap`` multiplies the tanh of the cap. It is in units of log2, or in natural units
     if a ``score_mod`` follows.
+
+    In some backward kernels the scores stay in registers until dS (``spec.stays``). The function
+    then only multiplies by the factor and applies the inner function of ``spec.stays``, and sets
+    hidden elements to ``mods.hidden_score``.
     """
     return _without_bias_read(_make_scale_and_mask(spec, LOG2E, hides_blocks=False))
 
