@@ -82,7 +82,9 @@ def make_scale_bias_and_mask(spec):
 
 @part
 def _without_bias_read(scale_and_mask):
-    """Make ``scale_and_mask(rS, scale, tile)`` from a function that also takes ``rBS``."""
+    """Make ``scale_and_mask(rS, scale, tile)`` from a function that also takes ``rBS`` but does not
+    read it.
+    """
 
     def without(rS, scale, tile):
         scale_and_mask(rS, rS, scale, tile)

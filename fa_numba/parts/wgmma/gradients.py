@@ -251,9 +251,9 @@ def make_p_of_columns(spec):
 
     | case | what it does |
     |---|---|
-    | normally | rS becomes PT = exp(ST - L) |
-    | a cap, or ``features.scores_stay`` | nothing; ``ds_of_columns`` computes PT |
     | ``spec.slopes_early`` | rS becomes PT times the scores' derivatives; rP gets PT in 16 bits |
+    | otherwise, with a cap or ``features.scores_stay`` | nothing; ``ds_of_columns`` computes PT |
+    | otherwise | rS becomes PT = exp(ST - L) |
     """
     if spec.slopes_early:
         return _make_p_and_slopes(spec)
