@@ -173,8 +173,8 @@ class NamedBarrier:
 
     `site` is the instruction of the first arrival. Accesses of warp w below the stamp ``seen[w]``
     happened before one of the arrivals. `known` is what single threads that arrived knew in
-    addition (knowledge.py). `arrived` are the warps that have arrived, and `synced` those of them
-    that wait. `waiting` are the groups that wait.
+    addition (knowledge.py). `arrived` are the warps that have arrived, and `synced` are the arrived
+    warps that wait. `waiting` are the groups that wait.
     """
 
     threads: int
