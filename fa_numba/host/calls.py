@@ -40,11 +40,12 @@ def call_attention(
     returns a tuple of gradients. ``options``, ``stream`` and ``out`` are the arguments of the
     public functions.
     """
-    held.check(options)
-    mask = options.get("attn_mask")
-    if mask is not None:
-        with placement.made_on(stream, mask):
-            options = options | {"attn_mask": added_mask(mask)}
+    if options:
+        held.check(options)
+        mask = options.get("attn_mask")
+        if mask is not None:
+            with placement.made_on(stream, mask):
+                options = options | {"attn_mask": added_mask(mask)}
     call = launch_cache.describe_call(choices, arrays, options, out)
     results = launch_cache.replay(call, out, stream)
     if results is None:

@@ -43,6 +43,8 @@ from fa_numba.host.plans import LaunchPlan, Plan
 from fa_numba.mods.blocks import BlockMask, BlockSize
 
 KEPT = 1024  # number of stored calls; the oldest call is removed first
+_NO_SEED = seed_words(0, 0)
+_NO_ARRAYS = (None,) * len(ARRAYS)
 _SCALARS = frozenset((bool, int, float, str, type(None), np.bool_, np.float32, np.float64))
 
 
@@ -131,6 +133,8 @@ def describe_call(
         return None
     key: list[Any] = [choices, device.planned_limits()]
     pointers: list[int] = []
+    if not options:  # most calls: the loops below would find nothing
+        return _describe_plain(key, (*arrays, *_NO_ARRAYS, out))
     paged = options.get("block_table") is not None
     if paged and options.get("check_table"):
         return None
@@ -180,6 +184,23 @@ def describe_call(
             key += (name, *content)
     words = seed_words(seed, offset)
     return Call(tuple(key), pointers, words, blocks[0] if blocks else None, ordinal, slot)
+
+
+def _describe_plain(key: list[Any], arrays: Sequence[Any]) -> Call | None:
+    """Return the key and the addresses of a call without options, of which ``key`` is the start."""
+    pointers: list[int] = []
+    ordinal = HOST
+    for array in arrays:
+        if array is None:
+            key.append(None)
+            continue
+        found = address_and_kind(array)
+        if found is None:
+            return None
+        ordinal = found[1][1]
+        pointers.append(found[0])
+        key.append(found[1])
+    return Call(tuple(key), pointers, _NO_SEED, None, ordinal)
 
 
 def _add_function(name: str, function: Any, key: list[Any], arrays: list[Any]) -> bool:

@@ -117,6 +117,17 @@ def made_on(stream: Any, array: Any):
     return torch.cuda.stream(torch.cuda.ExternalStream(handle, array.device))
 
 
+def _current_stream_of_torch(ordinal: int) -> int:
+    """Return the address of torch's current stream on the GPU with this ordinal.
+
+    torch's own compiler asks ``_cuda_getCurrentRawStream``, which makes no ``Stream`` object and is
+    twenty times as fast.
+    """
+    torch = sys.modules["torch"]
+    fast = getattr(getattr(torch, "_C", None), "_cuda_getCurrentRawStream", None)
+    return int(fast(ordinal) if fast else torch.cuda.current_stream(ordinal).cuda_stream)
+
+
 def stream_handle(stream: Any, q: Any) -> int:
     """Return the address of ``stream``, or of the current stream of q's library if it is None.
 
@@ -128,7 +139,7 @@ def stream_handle(stream: Any, q: Any) -> int:
         if q.ordinal == HOST:
             return 0
         if q.library == "torch":
-            return int(sys.modules["torch"].cuda.current_stream(q.ordinal).cuda_stream)
+            return _current_stream_of_torch(q.ordinal)
         if q.library == "cupy":
             cupy = sys.modules["cupy"]
             with cupy.cuda.Device(q.ordinal):  # each GPU has a current stream
