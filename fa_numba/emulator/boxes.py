@@ -314,9 +314,9 @@ class Boxes(Mbarriers):
     def add_bulk(
         self, dst: GlobalArray, row: Any, col: Any, src: SharedArray, index: Any, count: Any
     ) -> None:
-        """Start adding `count` floats from src[index] on to neighbours from dst[row, col] on.
+        """Start adding src[index .. index + count - 1] to dst[row, col .. col + count - 1].
 
-        Each lane that takes part starts such an addition.
+        Each lane that takes part starts such an addition of `count` floats.
         """
         self.alone()
         self.instruction("tma")

@@ -329,9 +329,9 @@ class Products(Boxes):
         return parts.transpose(2, 0, 3, 1, 4, 5).reshape(ROWS, -1)
 
     def wait_products(self, rC: LocalArray, count: int, pending: int) -> None:
-        """Wait until at most the last `pending` products are in flight. rC may then be accessed.
+        """Wait until at most the last `pending` products are in flight.
 
-        `count` is the number of registers of rC.
+        rC may then be accessed if its product has ended. `count` is the number of registers of rC.
         """
         for number, _ in self._warpgroups("wait_products"):
             products = self._products.get(number, [])

@@ -89,7 +89,7 @@ def _copied(n):
 @emulated_by(_copied(4))
 @intrinsic
 def copy4_async(typingctx, dst, index, src, row, col, count):
-    """Start copying ``count`` floats from src[row, col] on to dst[index] and its neighbours.
+    """Start copying src[row, col .. col + count - 1] to dst[index .. index + count - 1].
 
     The elements of dst up to index + 3 that are not copied become zero. ``dst`` is a 1-D shared
     float32 array, and ``src`` a 2-D global float32 array. Both addresses must be multiples of 16
@@ -112,11 +112,11 @@ def copy1_async(typingctx, dst, index, src, row, col, count):
 @emulated_by(_copied(8))
 @intrinsic
 def copy8_async(typingctx, dst, index, src, row, col, count):
-    """Start copying ``count`` 16-bit floats from src[row, col] on to dst[index] and its neighbours.
+    """Start copying src[row, col .. col + count - 1] to dst[index .. index + count - 1].
 
     The elements of dst up to index + 7 that are not copied become zero. ``dst`` is a 1-D shared
-    uint16 array, and ``src`` a 2-D global uint16 array: they contain the bits of the floats. Both
-    addresses must be multiples of 16 bytes. ``count`` (int32) is 0 to 8.
+    uint16 array, and ``src`` a 2-D global uint16 array: they contain the bits of 16-bit floats.
+    Both addresses must be multiples of 16 bytes. ``count`` (int32) is 0 to 8.
     """
     return _copy(8, 2)(typingctx, dst, index, src, row, col, count=count)
 
@@ -124,7 +124,7 @@ def copy8_async(typingctx, dst, index, src, row, col, count):
 @emulated_by(_copied(8))
 @intrinsic
 def copy8_of_head_async(typingctx, dst, index, src, row, head, col, count):
-    """Start copying ``count`` 16-bit floats from src[row, head, col] on to dst[index].
+    """Start copying src[row, head, col .. col + count - 1] to dst[index .. index + count - 1].
 
     ``src`` is a 3-D global uint16 array. The other arguments are those of ``copy8_async``.
     """
