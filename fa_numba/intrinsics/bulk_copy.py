@@ -140,7 +140,7 @@ def _add_bulk(array, row, col, src, index, count):
 @emulated_by(_add_bulk)
 @intrinsic
 def add_bulk(typingctx, array, row, col, src, index, count):
-    """Start adding ``count`` floats from src[index] on to array[row, col] and its neighbours.
+    """Start adding src[index .. index + count - 1] to array[row, col .. col + count - 1].
 
     Each addition is atomic, and counts as one load and one store. ``array`` is a 2-D global float32
     array with a contiguous last axis, and ``src`` a 1-D shared float32 array. Both addresses and
