@@ -269,13 +269,15 @@ def test_a_plan_of_other_tiles_is_another():
 
 def test_a_plan_compiles_its_kernels_for_a_gpu_alone():
     plan = fa_numba.plan((1, 1, 64, 8), (1, 1, 64, 8), passes="bwd")
-    with mock.patch.object(Kernel, "compiled") as compiled:
+    with mock.patch.object(Kernel, "_load", autospec=True) as load:
         with devices.using("emulator"):
             plan.compile()
-        assert not compiled.called
+        assert not load.called
         with no_gpu_but_its_driver():
             plan.compile()
-        assert compiled.call_count == len(plan.kernels) > 1
+    loaded = {call.args[0].name for call in load.call_args_list}
+    assert load.call_count == len(plan.kernels) > 1
+    assert loaded == {kernel.name for kernel in plan.kernels}
 
 
 def test_a_plan_prints_as_a_table():
