@@ -321,12 +321,14 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
         header += [f"{name}, ms", "share"]
     header.append("accesses / accesses without a mask, K/V outer, fwd+bwd")
     caption = (
-        "The table has times of calls with a block mask, over the share of non-zero blocks. Our "
-        f"calls have N={SEQLEN}, d={HEAD_DIM}, {problem.heads_q} heads, batch {problem.batch} and "
-        f"blocks of {SIZE} x {SIZE}. Times are {tables.runs(measured)}. A column *share* contains "
-        "the time with the mask / the time without a mask, for the same kernel. The paper's times "
-        "(FlashAttention, Figure 2 right) are for forward plus backward in fp16 on an A100. The "
-        "paper does not give the batch size and the number of heads for its times."
+        "The table of block sparsity contains times of calls with a block mask, for several "
+        f"shares of non-zero blocks. Our calls with block masks have N={SEQLEN}, d={HEAD_DIM}, "
+        f"{problem.heads_q} heads, batch {problem.batch} and blocks of {SIZE} x {SIZE}. Our times "
+        f"with block masks are {tables.runs(measured)}. In the table of block sparsity, a column "
+        "*share* contains a kernel's time with the block mask / the kernel's time without a mask. "
+        "The published times (Figure 2 right of the FlashAttention paper) are for forward plus "
+        "backward in fp16 on an A100. For the times in Figure 2 right, the FlashAttention paper "
+        "gives neither the batch size nor the number of heads."
     )
     return tables.of(caption, header, lines)
 

@@ -265,9 +265,9 @@ def _table(rows: Sequence[Row]) -> tables.Table | None:
     header += ["measured, H200, GB", "error of the model, H200", "model, A100 (40 MiB), GB"]
     header += ["model, H100 (50 MiB), GB"]
     caption = (
-        "The table has the DRAM bytes of a forward call with 16k tokens and hidden dimension 2048. "
-        "In fp16, FA-2 uses FA-1's tiles. The column *accessed* contains the bytes that the "
-        "kernels load and store. "
+        "The table of the L2 model contains the DRAM bytes of forward calls with 16k tokens and "
+        "hidden dimension 2048. In the fp16 rows of the L2 model's table, FA-2 uses FA-1's tiles. "
+        "The column *accessed* contains the bytes that the kernels load and store. "
         f"{_verdict(found, known)}"
     )
     return tables.of(caption, header, lines)
@@ -280,11 +280,11 @@ def _gb(value: float | None) -> str:
 def _verdict(found: dict[Key, dict[str, float]], known: dict[Key, float]) -> str:
     errors = _errors(found, known)
     if not errors:
-        return "No call with these tiles was measured."
+        return "No call with the tiles of the L2 model was measured."
     near = [at for at, error in errors.items() if abs(error) <= NEAR]
     text = (
-        f"For {len(near)} of {len(errors)} measured calls, the model's DRAM bytes differ from the "
-        f"measured bytes by at most {NEAR:.0%}."
+        f"For {len(near)} of {len(errors)} measured calls, the DRAM bytes of the L2 model differ "
+        f"from the measured DRAM bytes by at most {NEAR:.0%}."
     )
     for at, error in sorted(errors.items(), key=lambda item: item[1])[:3]:
         if abs(error) <= NEAR:
@@ -292,15 +292,15 @@ def _verdict(found: dict[Key, dict[str, float]], known: dict[Key, float]) -> str
         dtype = DTYPE_NAMES[at[1]].split(",")[0]
         side = "below" if error < 0 else "above"
         text += (
-            f" For {_NAMES[algorithm(at[0])]}, {dtype}, d={at[4]} and N={at[3]}, the model's "
-            f"DRAM bytes are {abs(error):.0%} {side} the measured bytes."
+            f" For {_NAMES[algorithm(at[0])]}, {dtype}, d={at[4]} and N={at[3]}, the L2 model's "
+            f"DRAM bytes are {abs(error):.0%} {side} the measured DRAM bytes."
         )
         between = fitting_size(sizes_of(found[at]), known[at])
         low, high = between or (0, 0)
         if between:
             text += (
-                f" With an L2 of {low} to {high} MiB, the model's DRAM bytes at N={at[3]} in "
-                f"{dtype} would equal the measured bytes."
+                f" If the L2 model had {low} to {high} MiB, the modelled DRAM bytes at N={at[3]} "
+                f"in {dtype} would equal the measured DRAM bytes."
             )
     return text
 

@@ -375,8 +375,8 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
     ]
     header.append(f"largest difference from {LABELS[REFERENCE]}, same seed")
     caption = (
-        f"The table has the loss of a character-level transformer after {STEPS} training steps in "
-        f"fp32. The transformer has {LAYERS} layers of width {D_MODEL}, and is trained with "
-        f"context length {CONTEXT} and batch size {BATCH}."
+        "The table of training losses contains the loss of a character-level transformer after "
+        f"{STEPS} training steps in fp32. The character-level transformer has {LAYERS} layers of "
+        f"width {D_MODEL}, and is trained with context length {CONTEXT} and batch size {BATCH}."
     )
     return tables.of(caption, header, lines)

@@ -193,9 +193,10 @@ def layer(rows: Sequence[Row]) -> tables.Table | None:
     header = ["algorithm", "claimed, GB", "accessed, GB", "L2, GB", "DRAM, GB"]
     layer = next(iter(found.values()))
     caption = (
-        f"The table has the bytes of one forward call in fp16 with {layer.heads_q} heads, "
-        f"N={layer.seqlen_q} and d={layer.head_dim}. The column *claimed* contains numbers that "
-        "articles claim. The column *accessed* contains the bytes that the kernels load and store."
+        "The table of claimed bytes contains the bytes of one forward call in fp16 with "
+        f"{layer.heads_q} heads, N={layer.seqlen_q} and d={layer.head_dim}. The column *claimed* "
+        "contains byte counts that articles on FlashAttention claim. The column *accessed* "
+        "contains the bytes that the kernels load and store."
     )
     return tables.of(caption, header, lines)
 

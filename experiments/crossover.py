@@ -221,11 +221,12 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
     header += ["time, standard / FA-2, N=1024", "time, standard / FA-2, N=4096"]
     header += ["FA-2 accesses fewer bytes from N", "bytes, standard / FA-2, N=2d"]
     caption = (
-        "A column *wins from N* contains the sequence length from which the kernel takes less "
-        "time than standard attention, at every measured length up to 4096. In fp16, "
-        "torch's fused kernel is FlashAttention-2, and in fp32 torch's fused kernel is torch's "
-        "memory-efficient attention. The table compares torch's fused kernel with torch's unfused "
-        "attention, and our kernels with our standard attention. Bytes in the table are computed "
-        "by the access model."
+        "A column *X wins from N* contains the sequence length from which kernel X takes less "
+        "time than standard attention, at every measured length up to 4096. In fp16, *torch's "
+        "fused kernel* is FlashAttention-2, and in fp32, *torch's fused kernel* is torch's "
+        "memory-efficient attention. The table of crossover lengths compares torch's fused kernel "
+        "with torch's unfused attention, and our kernels with our standard attention. The columns "
+        "*bytes* in the table of crossover lengths are computed by closed forms (the access "
+        "model)."
     )
     return tables.of(caption, header, lines)

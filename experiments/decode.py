@@ -305,16 +305,17 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
         "torch's best time / our best time",
     ]
     caption = (
-        "The table has the times of forward calls in fp16, in microseconds. The column *share of "
-        "read bandwidth* contains the bytes of K and V per second / the bandwidth of a kernel that "
-        f"only reads{f' ({read:.2f} TB/s)' if read else ' (not measured)'}. If K and V together "
+        "The table of decoding times contains the times of forward calls in fp16, in "
+        "microseconds. The column *share of read bandwidth* contains the bytes of K and V per "
+        "second / the bandwidth of a kernel that only "
+        f"reads{f' ({read:.2f} TB/s)' if read else ' (not measured)'}. If K and V together "
         f"have less than {LARGE_BYTES >> 20} MiB, launching the kernels takes longer than reading "
         "K and V. The column *key splits* lists how many thread blocks share the columns of a row "
         "tile in the calls of FA-2 with key splits."
     )
     if gains:
         caption += (
-            f" For the {len(gains)} measured problems with K and V of at least "
+            f" For the {len(gains)} measured decoding problems with K and V of at least "
             f"{LARGE_BYTES >> 20} MiB, torch's "
             f"best time / our best time is {min(gains):.2f} to {max(gains):.2f} "
             f"(median {median(gains):.2f})."

@@ -181,8 +181,8 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
         for what in ("traced, bytes", "closed form, bytes")
     ]
     caption = (
-        "The table has the bytes that a forward call of one head loads and stores. A column "
-        "*traced* contains the bytes of all loads and stores in the emulator's trace of the call. "
-        "With a window of w, each row sees w columns to its left and w columns to its right."
+        "The table of traced calls contains the bytes that a forward call of one head loads and "
+        "stores. A column *traced* contains the bytes of all loads and stores in the emulator's "
+        "trace of the call. With a window of w, row i of S sees the columns i - w to i + w."
     )
     return tables.of(caption, header, lines)

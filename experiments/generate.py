@@ -357,20 +357,22 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
             f"{what}, {unit(s)}, {way} a cache" for s in DTYPES for way in ("with", "without")
         ]
     caption = (
-        "The table has bytes and times per generated character. The language model has "
-        f"{SIZES.layers} layers and {SIZES.heads} heads of d={SIZES.head_dim}. Each page of the "
-        f"K/V cache has {PAGE_SIZE} rows. The bytes in the table are what attention loads and "
-        f"stores for one character of one sequence, by the closed form.{_equal(rows)} Each time in "
-        f"the table is the median over {WINDOW} characters. In the timed steps, {TIMED_SEQUENCES} "
-        "sequences are continued at the same time, and the host waits for the GPU after each "
-        "character. The matrix products outside attention are computed by torch in fp32. "
-        "Attention is computed in fp16 on mma and in fp32 on simt."
+        "The table of text generation contains bytes and times per generated character. The "
+        f"language model that generates text has {SIZES.layers} layers and {SIZES.heads} heads of "
+        f"d={SIZES.head_dim}. Each page of the language model's K/V cache has {PAGE_SIZE} rows of "
+        "K and V. The bytes in the table of text generation are what attention loads and stores "
+        f"for one character of one sequence, by the closed form.{_equal(rows)} Each time in the "
+        f"table of text generation is the median over {WINDOW} characters. In the timed steps of "
+        f"text generation, {TIMED_SEQUENCES} sequences are continued at the same time, and the "
+        "host waits for the GPU after each character. In the language model, torch computes the "
+        "matrix products outside attention in fp32. The language model's attention runs in fp16 "
+        "on tensor cores (mma) and in fp32 on CUDA cores (simt)."
     )
     for row in texts:
         where = "on the emulator" if row.source == "counted" else "on a GPU"
         caption += (
             f" With {LABELS[row.series]} on {unit(row.series)}, run {where}, {row.value} of "
-            f"{row.n} characters differ between the texts with and without a cache."
+            f"{row.n} generated characters differ between the texts with and without a K/V cache."
         )
     if texts:
         caption += f" The generated text begins with `{texts[0].note.partition('; ')[2]}`."
@@ -386,5 +388,6 @@ def _equal(rows: Sequence[Row]) -> str:
     if not counted:
         return ""
     return (
-        f" Of {counted} numbers of bytes that the emulator counted, {same} equal the closed form."
+        f" Of {counted} byte counts of the emulator for text generation, {same} equal the closed "
+        "form."
     )

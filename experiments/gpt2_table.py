@@ -322,12 +322,13 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
     ]
     header += ["FlashAttention, published (A100)", "FA-1", "FA-2", "torch's FlashAttention-2"]
     caption = (
-        "The table is about one attention layer of GPT-2, in fp16 with N=1024, d=64, 16 heads and "
-        "batch 64. The row *GFLOP, as printed* counts FLOPs in the same way as the table in "
-        "FlashAttention's Figure 2. The row *GFLOP, corrected* counts all matrix products. In the "
-        "row *GFLOP, corrected*, the numbers of our kernels include the matrix product that "
-        "computes S again in the backward pass. In the fp32 row, our kernels run on CUDA cores. In "
-        "the fp32 row, the last column has the time of torch's memory-efficient attention."
+        "The GPT-2 table is about one attention layer of GPT-2, in fp16 with N=1024, d=64, 16 "
+        "heads and batch 64. The row *GFLOP, as printed* counts FLOPs in the same way as the "
+        "table in FlashAttention's Figure 2. The row *GFLOP, corrected* counts the FLOPs of all "
+        "matrix products in attention. In the row *GFLOP, corrected*, the numbers of our kernels "
+        "include the matrix product that computes S again in the backward pass. In the fp32 row "
+        "of the GPT-2 table, our kernels run on CUDA cores. In the fp32 row of the GPT-2 table, "
+        "the last column contains the time of torch's memory-efficient attention."
     )
     return tables.of(caption, header, lines)
 

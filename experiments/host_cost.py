@@ -148,8 +148,8 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
         "80th percentile, us",
     ]
     return tables.of(
-        "The table has the time that the host (CPU) spends on a call for one head, with arrays on "
-        "the GPU.",
+        "The table of host costs contains the time that the host (CPU) spends on a call for one "
+        "head, with arrays on the GPU.",
         header,
         lines,
     )

@@ -158,13 +158,13 @@ def _table(rows: Sequence[Row]) -> tables.Table | None:
                 lines.append([over, scaling.LABELS[series], said, *exponents])
     header = ["grows with", "algorithm", "exponent in the theorem", *scaling.FITTED.values()]
     caption = (
-        "The table has the exponents a and b of two fits: accesses grow as N^a (one head, "
-        "d=64), and accesses grow as d^b. After each exponent, the table has the "
-        "standard error of the exponent, and the fitted range of N or d in brackets. The tiles by "
-        "line 1 of FlashAttention's Algorithm 1 are computed for an on-chip memory of "
-        f"M={M} floats. The tiles that fa_numba's planner chooses have at most 128 columns, even "
-        "if more columns would fit on the chip."
-        f"{scaling.agreement(own)}"
+        "The table of growth exponents contains the exponents a and b of two fits: accesses grow "
+        "as N^a (one head, d=64), and accesses grow as d^b. After each exponent of N or d, the "
+        "table of growth exponents contains the standard error of the exponent, and the fitted "
+        "range of N or d in brackets. In the table of growth exponents, line 1 of "
+        f"FlashAttention's Algorithm 1 computes tiles for an on-chip memory of M={M} floats. The "
+        "tiles that fa_numba's planner chooses have at most 128 columns, even if more columns "
+        f"would fit on the chip.{scaling.agreement(own)}"
     )
     return tables.of(caption, header, lines)
 

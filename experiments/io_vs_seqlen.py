@@ -218,7 +218,8 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
     header = ["d", "N"]
     header += [f"{LABELS[s]}, {kind}" for s in SERIES for kind in _KINDS]
     caption = (
-        "The table has the bytes of a forward call in fp32 with 16k tokens and hidden dimension "
-        "2048. The columns *accessed* contain the bytes that the kernels load and store."
+        "The table of bytes over N contains the bytes of a forward call in fp32 with 16k tokens "
+        "and hidden dimension 2048. The columns *accessed* contain the bytes that the kernels "
+        "load and store."
     )
     return tables.of(caption, header, lines)

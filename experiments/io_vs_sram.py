@@ -280,15 +280,16 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
             lines.append([f"{name}, {side}", theorem, *exponents])
     where = [f"{at / square:.2f} d²" for at in map(crossing, large.values()) if at is not None]
     said = (
-        " By the closed forms, FA-1 (tiles by line 1 of its algorithm) accesses fewer elements "
-        f"than standard attention (square blocks) from M = {where[0]} on. In the backward pass, "
-        f"FA-1 accesses fewer elements than standard attention from M = {where[1]} on."
+        " By the closed forms, FA-1 (tiles by line 1 of FA-1's Algorithm 1) accesses fewer "
+        f"elements than standard attention (square blocks) from M = {where[0]} on. In the backward "
+        f"pass, FA-1 accesses fewer elements than standard attention from M = {where[1]} on."
     ) if len(where) == len(large) else ""  # fmt: skip
     caption = (
-        "The accesses of each algorithm are about proportional to a power of the on-chip memory "
-        f"M. The table has the exponents of M at d={d} (d² = {square}). After each exponent, the "
-        "table has the standard error of the exponent, and the fitted range of M (in floats) in "
-        "brackets. The tiles of measured calls have 8 to 128 rows and 8 to 128 columns. The "
+        "The accesses of each attention algorithm are about proportional to a power of the "
+        f"on-chip memory M. The table of exponents of M is for head dimension d={d} (d² = "
+        f"{square}). After each exponent of M, the table of exponents contains the standard "
+        "error of the exponent, and the fitted range of M (in floats) in brackets. The calls with "
+        "which we measured accesses over M use tiles of 8 to 128 rows and 8 to 128 columns. The "
         "tiles that fa_numba's planner chooses have at most 128 rows and 128 columns, because "
         f"larger tiles do not fit into the registers.{said}{scaling.agreement(rows)}"
     )

@@ -360,10 +360,11 @@ def table(rows: Sequence[Row], causal: bool = False) -> tables.Table | None:
     header += [*LIMITS.values(), *(name for name, _ in _MEASURED.values())]
     mask = " with a causal mask" if causal else ""
     caption = (
-        "Each row of the table shows the speed and the hardware counters of the forward "
-        f"kernel{mask} after one more optimisation step. All calls in the table are in fp16, with "
-        "16k tokens (batch x N) and a hidden dimension (heads x d) of 2048. The section [How to "
-        "read these tables](#how-to-read-these-tables) explains the columns of the table."
+        "Each row of the table of optimisation steps shows the speed and the hardware counters of "
+        f"the forward kernel{mask} after one more optimisation step. All calls in the table of "
+        "optimisation steps are in fp16, with 16k tokens (batch x N) and a hidden dimension "
+        "(heads x d) of 2048. The section [How to read these tables](#how-to-read-these-tables) "
+        "explains the columns of the table of optimisation steps."
     )
     return tables.of(caption, header, lines)
 
@@ -383,11 +384,12 @@ def ablation(rows: Sequence[Row]) -> tables.Table | None:
     ]
     p = ABLATED
     caption = (
-        f"The calls in the table are forward calls in fp16 with batch {p.batch}, {p.heads_q} "
-        f"heads, N={p.seqlen_q} and d={p.head_dim}, as in Table 2 of the FlashAttention-3 paper. "
-        "The gain is the ratio *speed with all optimisations / speed with all optimisations except "
-        "products during the softmax*. If the gain is below 1, the optimisation *products "
-        "during the softmax* makes the kernel slower."
+        "We timed the overlap of products and softmax in forward calls in fp16 with batch "
+        f"{p.batch}, {p.heads_q} heads, N={p.seqlen_q} and d={p.head_dim}, as in Table 2 of the "
+        "FlashAttention-3 paper. The gain of the overlap is the ratio *speed with all "
+        "optimisations / speed with all optimisations except products during the softmax*. If the "
+        "gain of the overlap is below 1, the optimisation *products during the softmax* makes the "
+        "kernel slower."
     )
     return tables.of(caption, ["kernel on wgmma", "TFLOP/s", "gain", "predicted gain"], lines)
 

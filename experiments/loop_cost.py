@@ -351,12 +351,13 @@ def table(rows: Sequence[Row], units: Sequence[str] = UNITS) -> Table | None:
     first = tables.markdown(header, gains)
     example, steps = _example(plain)
     caption = (
-        "Each factor in the table is the ratio *time before a step / time after the step*. If a "
-        "factor is above 1, the step saves time. The calls in the table have 16k tokens (batch x "
-        "N), a hidden dimension (heads x d) of 2048 and no mask. Times are "
+        "Each factor in the table of loop costs is the ratio *time before a step / time after the "
+        "step*. If the factor of a step from FA-1 to FA-2 is above 1, the step saves time. The "
+        "calls in the table of loop costs have 16k tokens (batch x N), a hidden dimension (heads "
+        "x d) of 2048 and no mask. The times behind the factors of the loop costs are "
         f"{tables.runs(r for mine in every.values() for r in mine if r.metric == 'time')}. The "
-        "columns *causal skipping* contain the ratio *time without a mask / time with a causal "
-        "mask*."
+        "columns *causal skipping* contain the ratio *time of a kernel without a mask / time with "
+        "a causal mask*."
     )
     if HOPPER in units:
         caption = (
@@ -367,9 +368,9 @@ def table(rows: Sequence[Row], units: Sequence[str] = UNITS) -> Table | None:
             "tiles / time of FA-2*."
         )
     what = (
-        f"The next table shows each step in detail ({_said(*example, units)}). If the "
-        "table has no time for a step, the numbers of the step are computed from closed forms and "
-        "not measured, because no kernel computes the step"
+        f"The next table shows each step from FA-1 to FA-2 in detail ({_said(*example, units)}). A "
+        "step from FA-1 to FA-2 without a time has numbers from closed forms instead of "
+        "measurements, because no kernel computes the step"
     )
     return Table(caption, f"{first}\n{what}:\n\n{_steps(example[1], steps)}")
 

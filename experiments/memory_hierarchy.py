@@ -332,10 +332,10 @@ def _said(speeds: dict[str, float], sizes: dict[str, float], peaks: dict[str, fl
         by = f"{faster:.1f} times as fast as DRAM. DRAM is {smaller:.0f} times as large"
         parts.append(f"Shared memory is {by} as all shared memory together.")
     what = (
-        "The column *bandwidth* contains the median bandwidth of reads of 16 bytes. A column "
-        "*FLOP/byte at the roof* contains the speed of torch's matrix product / the bandwidth of "
-        "the memory. A kernel with fewer FLOP per byte than *FLOP/byte at the roof* is limited by "
-        "the bandwidth of the memory, not by the speed of computing."
+        "The column *bandwidth* contains the median bandwidth of a memory for reads of 16 bytes. "
+        "A column *FLOP/byte at the roof* contains the speed of torch's matrix product / the "
+        "bandwidth of a memory. A kernel with fewer FLOP per byte than *FLOP/byte at the roof* is "
+        "limited by the bandwidth of the memory, not by the speed of computing."
     )
     return " ".join([what, *parts])
 
@@ -365,10 +365,11 @@ def roofline(rows: Sequence[Row]) -> tables.Table | None:
     header = ["kernel", "dtype", "FLOP / byte accessed", "FLOP / byte of L2", "FLOP / byte of DRAM"]
     header += ["TFLOP/s", "speed / lowest roof"]
     caption = (
-        f"The table is about forward kernels at N={SEQLEN}, d={HEAD_DIM} and 16k tokens. A roof is "
-        "an upper limit of a kernel's speed. The roof of a memory is its bandwidth x the kernel's "
-        "FLOP per byte. The speed of torch's matrix product is another roof, for all kernels. The "
-        "last column contains the kernel's speed / the kernel's lowest roof, and names the roof."
+        f"The table of roofs is about forward kernels at N={SEQLEN}, d={HEAD_DIM} and 16k tokens. "
+        "A roof is an upper limit of a kernel's speed. The roof of a memory is the bandwidth of "
+        "the memory x the kernel's FLOP per byte. The speed of torch's matrix product is another "
+        "roof, for all kernels. The last column of the table of roofs contains the kernel's speed "
+        "/ the kernel's lowest roof, and names the lowest roof."
     )
     return tables.of(caption, header, lines)
 

@@ -273,12 +273,12 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
     header += ["published RMSE, standard / FA-2", "largest error, FA-2"]
     header.append("relative error, FA-2, largest over N")
     caption = (
-        "The table has the measured errors of the forward result, compared with a float64 result "
-        f"from the same inputs, for {HEADS} heads and d={HEAD_DIM}. RMSE is the absolute root mean "
-        "square error at the longest measured N. In fp16 and bf16, *torch's fused kernel* is "
-        "torch's FlashAttention-2. In fp32, *torch's fused kernel* is torch's memory-efficient "
-        "attention. The ratio in the column *published RMSE, standard / FA-2* is from Table 3 of "
-        "the FlashAttention-3 paper."
+        "The table of rounding errors contains the measured errors of the forward result, "
+        f"compared with a float64 result from equal inputs, for {HEADS} heads and d={HEAD_DIM}. In "
+        "the table of rounding errors, RMSE is the absolute root mean square error at the longest "
+        "measured N. In fp16 and bf16, *torch's fused kernel* is torch's FlashAttention-2. In "
+        "fp32, *torch's fused kernel* is torch's memory-efficient attention. The ratio in the "
+        "column *published RMSE, standard / FA-2* is from Table 3 of the FlashAttention-3 paper."
     )
     return tables.of(caption, header, lines)
 
@@ -334,10 +334,11 @@ def identical(rows: Sequence[Row]) -> tables.Table | None:
     header += ["equal elements, longest N", "relative error of the first result"]
     header.append("relative error of the second result")
     caption = (
-        "Each row of the table compares the results of the two methods that the first column "
-        "names. The columns *equal elements* contain the share of elements whose bits are all the "
-        "same in both results. The last two columns contain the relative errors of the two "
-        "results at the longest measured N, compared with a float64 result."
+        "Each row of the table of equal elements compares the results of the two methods that the "
+        "first column names. The columns *equal elements* contain the share of elements whose "
+        "bits are equal in the results of two methods. The last two columns of the table of equal "
+        "elements contain the relative errors of the two results at the longest measured N, "
+        "compared with a float64 result."
     )
     return tables.of(caption, header, lines)
 
@@ -367,9 +368,10 @@ def precisions(rows: Sequence[Row]) -> tables.Table | None:
     header.append("torch's memory-efficient attention")
     header += [f"{name} / ieee" for name in names[:2]]
     caption = (
-        "The table has relative errors of float32 results that a GPU computed for "
-        f"{HEADS} heads. The errors in the table are differences from a float64 result. The name "
-        "of each FA-2 column contains the value of the option `precision`."
+        "The table of `precision` contains relative errors of float32 results that a GPU computed "
+        f"for {HEADS} heads. The errors in the table of `precision` are differences from a float64 "
+        "result. In the table of `precision`, the name of each FA-2 column contains the value of "
+        "the option."
     )
     return tables.of(caption, header, lines)
 

@@ -338,14 +338,14 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
     header += ["total, published", f"NaN in softmax(x + {TOO_LARGE:g})"]
     header += [f"fastest / safe, {batch} vectors (at V)" for batch in BATCHES]
     caption = (
-        "For softmaxes, the table has accesses to global memory per element of a vector. For "
-        "attention, the table has accesses to S and P together, per element of S. Standard "
-        f"attention writes S, reads S, writes P and reads P.{_long(rows)} FA-1 and FA-2 keep S and "
-        f"P on the chip. The column *NaN in softmax(x + {TOO_LARGE:g})* contains the number of NaN "
-        f"in a result of {QUICK_LENGTHS[0]} elements. A column *fastest / safe* contains the "
-        "largest ratio, over all vector lengths, of the softmax's speed to the speed of safe "
-        "softmax. The brackets after a ratio contain the vector length V at which the series "
-        "reaches this largest ratio."
+        "For softmaxes, the table of softmaxes contains accesses to global memory per element of "
+        "a vector. For attention, the table of softmaxes contains accesses to S and P together, "
+        "per element of S. Standard attention writes S, reads S, writes P and reads P in global "
+        f"memory.{_long(rows)} FA-1 and FA-2 keep S and P on the chip. The column *NaN in "
+        f"softmax(x + {TOO_LARGE:g})* contains the number of NaN in a result of {QUICK_LENGTHS[0]} "
+        "elements. A column *fastest / safe* contains the largest ratio, over all vector lengths, "
+        "of the softmax's speed to the speed of safe softmax. The brackets after a ratio *fastest "
+        "/ safe* contain the vector length V with the largest ratio."
     )
     return tables.of(caption, header, lines)
 
@@ -366,8 +366,8 @@ def _long(rows: Sequence[Row]) -> str:
         if (row.series, row.seqlen_q, row.metric) == (ATTENTION[0], LONG_SEQLEN, "loads of scores"):
             loads = row.number / (row.seqlen_q * row.seqlen_k)
             return (
-                f" A row of S with {LONG_SEQLEN} elements does not fit into shared memory, so that "
-                f"standard attention needs {loads:g} loads per element instead of 2."
+                f" A row of S with {LONG_SEQLEN} elements does not fit into shared memory, and "
+                f"therefore standard attention needs {loads:g} loads per element instead of 2."
             )
     return ""
 
@@ -388,11 +388,12 @@ def inside(rows: Sequence[Row]) -> tables.Table | None:
     header = ["N", *(f"{LABELS[s]}, ms" for s in UNFUSED.values()), "safe / online"]
     header += [f"{LABELS[PEER]} / online"]
     caption = (
-        "The table has the time of a forward call of unfused attention in fp32, with "
-        f"{UNFUSED_HEADS} heads and d=64. Torch computes the two matrix products of "
-        "unfused attention, Q K^T and P V. Between the two matrix products, the softmax is online "
-        "softmax, safe softmax or torch.softmax. The last two columns contain the time with safe "
-        "softmax or torch.softmax / the time with online softmax."
+        "The table of softmaxes inside attention contains the time of a forward call of unfused "
+        f"attention in fp32, with {UNFUSED_HEADS} heads and d=64. Torch computes the two matrix "
+        "products of unfused attention, Q K^T and P V. Between the two matrix products of unfused "
+        "attention, the softmax is online softmax, safe softmax or torch.softmax. In the table of "
+        "softmaxes inside attention, the last two columns contain the time with safe softmax or "
+        "torch.softmax / the time with online softmax."
     )
     return tables.of(caption, header, lines)
 

@@ -246,17 +246,18 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
         on = UNIT_NAMES[unit(series)]
         header += [f"time / contiguous, {on}, {of}" for of in ("median", "largest")]
     caption = (
-        "The table compares calls whose K/V cache is in pages with calls whose K/V cache is "
-        "contiguous. The columns *elements that differ* count the elements of O and L that are not "
-        "equal bit for bit. Elements and bytes in the table are counted on the emulator, for two "
-        f"sequences of {LENGTHS[0]} and {LENGTHS[1]} keys, {ROWS} rows of Q and d={COUNTED_DIM}. "
-        "The columns *table's share of bytes* contain the accessed bytes of the block table / the "
-        "accessed bytes of K and V. The columns *time / contiguous* contain the time with pages / "
-        "the time with a contiguous cache: the median and the largest ratio over several lengths. "
-        f"Each timed call is a decoding step of {BATCH} sequences. Each sequence of the timed "
-        f"calls has one row of Q, {HEADS} query heads and {KEY_HEADS} K/V heads. In the timed "
-        "calls, the block table and the lengths are on the GPU. In the timed calls, the tiles and "
-        "the numbers of key splits have default values."
+        "The table of paged caches compares calls whose K/V cache is in pages with calls whose "
+        "K/V cache is contiguous. The columns *elements that differ* count the elements of O and "
+        "L that are not equal bit for bit. The elements and bytes in the table of paged caches "
+        f"are counted on the emulator, for two sequences of {LENGTHS[0]} and {LENGTHS[1]} keys, "
+        f"{ROWS} rows of Q and d={COUNTED_DIM}. The columns *table's share of bytes* contain the "
+        "accessed bytes of the block table / the accessed bytes of K and V. The columns *time / "
+        "contiguous* contain the time with pages / the time with a contiguous cache: the median "
+        "and the largest ratio over several lengths. Each timed call with a paged cache is a "
+        f"decoding step of {BATCH} sequences. In the timed calls with a paged cache, each sequence "
+        f"has one row of Q, {HEADS} query heads and {KEY_HEADS} K/V heads. In the timed calls with "
+        "a paged cache, the block table and the sequence lengths are on the GPU. The timed calls "
+        "with a paged cache use default tiles and default numbers of key splits."
     )
     return tables.of(caption, header, lines)
 

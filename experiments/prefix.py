@@ -320,20 +320,22 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
     small = [row for row in rows if row.head_dim == SMALL[3] and row.metric == "traffic"]
     errors = [row.number for row in rows if row.metric == "error"]
     caption = (
-        "The table has bytes and times of a decoding step in fp16 with a shared prefix. Each "
-        f"sequence in the table has one row of Q and {LARGE[2]} keys after the prefix, with "
-        f"{LARGE[0]} query heads, {LARGE[1]} K/V heads and d={LARGE[3]}. Each page of the K/V "
-        f"cache has {LARGE[4]} rows. If each sequence reads the prefix, all block tables begin "
-        "with the pages of the prefix. The columns *MB* contain what the kernels on mma load and "
+        "The table of shared prefixes contains bytes and times of a decoding step in fp16 with a "
+        "shared prefix. Each sequence in the table of shared prefixes has one row of Q and "
+        f"{LARGE[2]} keys after the prefix, with {LARGE[0]} query heads, {LARGE[1]} K/V heads and "
+        f"d={LARGE[3]}. Each page of the K/V cache with a shared prefix has {LARGE[4]} rows. If "
+        "each sequence reads the prefix, the block table of each sequence begins with the pages "
+        "of the prefix. The columns *MB* contain the megabytes that the kernels on mma load and "
         "store in global memory, by the access model"
     )
     if errors:
         equal, counted = counts.equal(small)
         caption += (
-            ". The emulator ran smaller decoding steps, with 1 to 8 sequences, on three units. In "
-            f"the smaller decoding steps on the emulator, {equal} of {counted} numbers counted by "
-            "the emulator equal the access model. The errors of the emulator's results, compared "
-            f"with float64, are at most {max(errors):.1e}"
+            ". The emulator ran smaller decoding steps with a shared prefix, with 1 to 8 "
+            "sequences, on CUDA cores, mma and wgmma. For decoding steps with a shared prefix, "
+            f"{equal} of {counted} numbers counted by the emulator equal the access model. The "
+            "errors of the emulator's decoding results with a shared prefix, compared with "
+            f"float64, are at most {max(errors):.1e}"
         )
     caption += "." if timed else ". Times are not recorded."
     return tables.of(caption, header, lines)

@@ -258,13 +258,14 @@ def _table(metrics: Sequence[str], what: str) -> Callable[[Sequence[Row]], table
             cells = [cell(of.get((place, metric), (None, None))) for metric in metrics]
             lines.append([str(HEAD_DIM), tables.yes_no(False), str(SEQLEN), label(place), *cells])
         caption = (
-            f"The table shows the {what} of one call with one head, in fp32 and fp16. Each cell of "
-            "the table starts with the emulator's count. If the number that Nsight Compute "
-            "measured differs from the emulator's count, the ratio *measured / count* follows in "
-            "brackets. For example, *(x 0.984)* means that the measured number is 0.984 times the "
-            "emulator's count. If the emulator's count is 0, the brackets contain the measured "
-            "number instead of a ratio. *(?)* means that the number was not measured. "
-            f"{ratios.count(1)} of {len(ratios)} measured numbers equal the emulator's counts."
+            f"The table of counters shows the {what} of one call with one head, in fp32 and fp16. "
+            "Each cell of the table of counters starts with the emulator's count. If the number "
+            "that Nsight Compute measured differs from the emulator's count, the ratio *measured "
+            "/ count* follows in brackets. In a cell of counters, *(x 0.984)* means that the "
+            "measured number is 0.984 times the emulator's count. If the emulator's count is 0, "
+            "the brackets contain the measured number instead of a ratio. In a cell of counters, "
+            f"*(?)* means that the counter was not measured. Of the {len(ratios)} measured {what}, "
+            f"{ratios.count(1)} equal the emulator's counts."
         )
         return tables.of(caption, [*tables.PROBLEM, "kernel", *metrics], lines)
 

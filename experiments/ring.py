@@ -271,14 +271,15 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
         )
     equal, number = _equal_bytes(rows)
     caption = (
-        f"The table shows calls with one sequence of N rows over {ranks} GPUs, in fp16 with "
-        f"{ring_ranks.HEADS} heads and d={HEAD_DIM}.{link} The time of a call is the time of the "
-        f"slowest GPU. A *gain* is the ratio *measured time on one GPU / measured time on {ranks} "
-        "GPUs*. A column *model / time* contains the ratio *time that a model predicts / measured "
-        "time*. *Sent* is the number of bytes that the GPU with the most traffic sends. We counted "
-        f"the sent bytes of {number} calls, and {equal} of the {number} counts equal the number "
-        "that a closed form predicts. *Memory per GPU* is the measured peak memory of one GPU, "
-        "including the inputs."
+        "The table of calls over several GPUs shows calls with one sequence of N rows over "
+        f"{ranks} GPUs, in fp16 with {ring_ranks.HEADS} heads and d={HEAD_DIM}.{link} The time of "
+        "a call over several GPUs is the time of the slowest GPU. A *gain* from several GPUs is "
+        f"the ratio *measured time on one GPU / measured time on {ranks} GPUs*. A column *model / "
+        "time* contains the ratio *time that a model predicts / measured time*. A column *sent* "
+        "contains the number of bytes that the GPU with the most traffic sends. We counted the "
+        f"sent bytes of {number} calls over several GPUs, and {equal} of the {number} counts "
+        "equal the number that a closed form predicts. In a call over several GPUs, *memory per "
+        "GPU* is the measured peak memory of one GPU, including the inputs."
     )
     return tables.of(caption, header, lines)
 
@@ -312,12 +313,13 @@ def break_even_table(rows: Sequence[Row]) -> tables.Table | None:
         by_ranks.append([str(ranks), *(f"{ratio(passes=each):.3f}" for each in ("fwd", "bwd"))])
     header = ["GPUs", "forward, Hk Nk / (Hq Nq)", "backward, Hk Nk / (Hq Nq)"]
     caption = (
-        "The table shows the ratio Hk Nk / (Hq Nq) at which both loop orders send equally many "
-        "bytes. If a call's ratio Hk Nk / (Hq Nq) is larger than the ratio in the table, sending Q "
-        "takes fewer bytes than sending K and V. Hk and Hq are the numbers of heads of K and of Q. "
-        "Nk and Nq are the numbers of rows of K and of Q. The ratios in the table are not "
-        "measured, but computed from closed forms, for calls without a mask, with 16-bit inputs "
-        f"and d={HEAD_DIM}."
+        "The table of equal traffic shows the ratio Hk Nk / (Hq Nq) at which sending Q and "
+        "sending K and V take equally many bytes. If a call's ratio Hk Nk / (Hq Nq) is larger "
+        "than in the table of equal traffic, sending Q takes fewer bytes than sending K and V. In "
+        "the ratio Hk Nk / (Hq Nq), Hk and Hq are the numbers of heads of K and of Q. In the "
+        "ratio Hk Nk / (Hq Nq), Nk and Nq are the numbers of rows of K and of Q. The ratios in "
+        "the table of equal traffic are not measured, but computed from closed forms, for calls "
+        f"without a mask, with 16-bit inputs and d={HEAD_DIM}."
     )
     return tables.of(caption, header, by_ranks)
 
@@ -342,13 +344,14 @@ def model_table(rows: Sequence[Row]) -> tables.Table | None:
         for link, series, pass_ in itertools.product(("measured link", "InfiniBand"), OURS, PASSES)
     ]
     caption = (
-        "The table shows during which share of a call the GPUs compute attention, for calls with a "
-        "causal mask. The shares in the table come from a model and are not measured. The model "
-        "of the shares uses the measured duration of attention calls on one GPU. For sequences "
-        "that are longer than the longest measured sequence, the model of the shares extrapolates "
-        "the measured duration in proportion to the work. The columns *measured link* use the "
-        "measured bandwidth of the link between the GPUs. The columns *InfiniBand* assume a "
-        f"bandwidth of {INFINIBAND / 1e9:.0f} GB/s."
+        "The table of computing shares shows during which share of a call the GPUs compute "
+        "attention, for calls with a causal mask. The shares in the table of computing shares "
+        "come from a model and are not measured. The model of the computing shares uses the "
+        "measured duration of attention calls on one GPU. For sequences longer than the longest "
+        "measured sequence, the model of the computing shares extrapolates the measured duration "
+        "in proportion to the work. The columns *measured link* use the measured bandwidth of the "
+        "link between the GPUs. The columns *InfiniBand* assume that the link between the GPUs "
+        f"has a bandwidth of {INFINIBAND / 1e9:.0f} GB/s."
     )
     return tables.of(caption, ["N", "GPUs", *names], lines)
 

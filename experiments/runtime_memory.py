@@ -333,10 +333,11 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
     header += ["published standard, MiB", "torch's unfused, MiB"]
     header += ["published FA-1, MiB", "FA-1, MiB", "FA-2, MiB"]
     caption = (
-        "The table has time and memory of forward plus backward in fp16, with batch 16, 8 heads "
-        "and d=64, without dropout or mask. Published numbers are from FlashAttention's Tables 20 "
-        "and 21 (A100). The columns in MiB include q, k, v and dout, as in FlashAttention's "
-        "paper. A column *time, A / B* contains the time of A / the time of B."
+        "The table of time and memory is for forward plus backward in fp16, with batch 16, 8 "
+        "heads and d=64, without dropout or mask. The published times and memory sizes are from "
+        "Tables 20 and 21 of FlashAttention's paper (A100). The columns in MiB include the inputs "
+        "q, k, v and dout, as in FlashAttention's paper. A column *time, A / B* contains the time "
+        "of kernel A / the time of kernel B."
     )
     longest = {r.metric: r for r in rows if (r.series, r.pass_) == (LONGEST_SERIES, "fwd+bwd")}
     if {"time", "memory"} <= longest.keys() and not any(r.failed for r in longest.values()):
@@ -360,9 +361,10 @@ def settings_table(rows: Sequence[Row], seqlen: int = 4096) -> tables.Table | No
     header = ["setting", "pass", "published standard / FA-1", "torch's unfused / FA-1"]
     header += ["our standard / FA-1", "torch's unfused / FA-2"]
     caption = (
-        f"The table compares the times of two kernels at N={seqlen}, in fp16 with batch 16, 8 "
-        "heads and d=64. A column *A / B* contains the time of A divided by the time of B. The "
-        "setting *plain* has neither dropout nor a mask."
+        f"The table of settings compares the times of two kernels at N={seqlen}, in fp16 with "
+        "batch 16, 8 heads and d=64. In the table of settings, a column *A / B* contains the time "
+        "of kernel A divided by the time of kernel B. The setting *plain* has neither dropout nor "
+        "a mask."
     )
     return tables.of(caption, header, lines)
 
@@ -378,9 +380,10 @@ def dropout_table(rows: Sequence[Row]) -> tables.Table | None:
                 lines.append([name, pass_, LABELS[peer], *cells])
     header = ["setting", "pass", "compared with", *(f"N={N}" for N in SEQLENS[:6])]
     caption = (
-        "Each ratio in the table is the time of the torch kernel in the column *compared with* / "
-        "the time of our FA-2 on mma. The calls in the table are in fp16 with batch 16, 8 heads "
-        "and d=64. If a ratio in the table is above 1, our kernel is faster than the torch kernel."
+        "Each ratio in the table of dropout is the time of the torch kernel in the column "
+        "*compared with* / the time of our FA-2 on mma. The calls in the table of dropout are in "
+        "fp16 with batch 16, 8 heads and d=64. If a ratio in the table of dropout is above 1, our "
+        "kernel is faster than the torch kernel."
     )
     return tables.of(caption, header, lines)
 

@@ -414,15 +414,16 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
     header += ["worst at", f"{LABELS[peers.CUDNN]}'s time / our time: median; worst"]
     header.append("our time on mma / our time: median; worst")
     caption = (
-        "Each ratio in the table is the time of another kernel / the time of our call, in fp16. "
-        "If a ratio in the table is above 1, our call is faster than the other kernel. The "
-        "*worst* ratio of a class is the smallest ratio. "
-        'Our calls use `unit="auto"`, which picks wgmma on Hopper if the wgmma kernels support '
-        "the options of the call. The class *options* contains windows, softcap, ALiBi, bias, and "
-        "packed sequences of unequal lengths. We compile flex_attention for each problem, and the "
-        "times of flex_attention exclude compiling. In the classes with dropout, the dropout "
-        f"probability is {DROPOUT:g}. In the class *dropout and padding*, up to {PADDING} rows of "
-        "each sequence are padding, which torch's unfused attention hides by a mask."
+        "Each ratio in the table of shapes is the time of another kernel / the time of our call, "
+        "in fp16. If a ratio in the table of shapes is above 1, our call is faster than the other "
+        "kernel. The *worst* ratio of a class of shapes is the smallest ratio. In the table of "
+        'shapes, our calls use `unit="auto"`, which picks wgmma on Hopper if the kernels support '
+        "the options of the call. The class of shapes *options* contains calls with windows, "
+        "softcap, ALiBi, bias, and packed sequences of unequal lengths. We compile torch's "
+        "flex_attention for each problem, and the times of flex_attention exclude compiling. In "
+        f"the classes of shapes with dropout, the dropout probability is {DROPOUT:g}. In the class "
+        f"*dropout and padding*, up to {PADDING} rows of each sequence are padding, which torch's "
+        "unfused attention hides by a mask."
     )
     return tables.of(caption, header, lines)
 

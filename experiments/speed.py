@@ -35,7 +35,10 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
     """Return the table of forward speeds in fp32."""
     shown = ("fa1-simt", SPLITS, "fa2-simt", "standard-simt", *STUDY.theirs)
     return speed_figures.table(
-        STUDY, rows, "The table has the speed of forward calls in fp32, in TFLOP/s.", shown
+        STUDY,
+        rows,
+        "The table of fp32 speeds contains the speed of forward calls in fp32, in TFLOP/s.",
+        shown,
     )
 
 
@@ -60,8 +63,8 @@ def memory(rows: Sequence[Row]) -> tables.Table | None:
         lines.append([speeds.DTYPES[dtype], str(N), *numbers])
     header = ["dtype", "N", *(LABELS[s if "-" in s else f"{s}-simt"] for s in shown)]
     caption = (
-        "The table has the memory in MiB that a forward call uses in addition to inputs and "
-        f"outputs. The calls in the table have 16k tokens, d={HEAD_DIM} and no mask."
+        "The table of memory contains the MiB that a forward call uses in addition to inputs and "
+        f"outputs. The calls in the table of memory have 16k tokens, d={HEAD_DIM} and no mask."
     )
     return tables.of(caption, header, lines)
 
@@ -85,11 +88,12 @@ def precisions(rows: Sequence[Row]) -> tables.Table | None:
     header = ["pass", "d", "causal"]
     header += [x for name in names for x in (f"{name}, TFLOP/s", f"{name} / torch's")]
     caption = (
-        "The table has the speed of FA-2 in float32 for each value of `precision`. The columns "
-        "*TFLOP/s* contain speeds at the longest measured N. The ratio *speed of FA-2 / speed of "
-        "torch's memory-efficient attention* is in the column after each speed, for example in the "
-        "column *fp16x3 / torch's*. Each ratio is the median over N, followed by the smallest and "
-        "the largest ratio in brackets."
+        "The table of `precision` contains the speed of FA-2 in float32 for each value of the "
+        "option `precision`. In the table of `precision`, the columns *TFLOP/s* contain speeds at "
+        "the longest measured N. The ratio *speed of FA-2 / speed of torch's memory-efficient "
+        "attention* is in the column after each speed, for example in the column *fp16x3 / "
+        "torch's*. Each ratio in the table of `precision` is the median over N, followed by the "
+        "smallest and the largest ratio in brackets."
     )
     return tables.of(caption, header, lines)
 

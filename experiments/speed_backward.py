@@ -28,5 +28,5 @@ draw = partial(speed_figures.draw, STUDY)
 table = partial(
     speed_figures.table,
     STUDY,
-    caption="The table has speeds in TFLOP/s, in fp32 and at the longest measured N.",
+    caption="The table of fp32 speeds contains TFLOP/s in fp32 at the longest measured N.",
 )

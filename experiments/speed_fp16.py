@@ -62,7 +62,7 @@ FIGURES = {name: partial(paper_bars.draw, *item) for name, item in PAPERS.items(
 table = partial(
     speed_figures.table,
     STUDY,
-    caption="The table has speeds in TFLOP/s, in fp16 and at the longest measured N.",
+    caption="The table of fp16 speeds contains TFLOP/s in fp16 at the longest measured N.",
 )
 
 
@@ -107,9 +107,9 @@ def paper_figures(rows: Sequence[Row]) -> tables.Table | None:
         "sizes where FA-1, FA-2 and unfused attention rank as published",
     ]
     caption = (
-        "The table shows ratios of speeds in fp16, with 16k tokens (batch x N) and a hidden "
-        "dimension (heads x d) of 2048. Each cell has the smallest and the largest ratio over all "
-        "N, with and without a causal mask."
+        "The table of speed ratios is for calls in fp16, with 16k tokens (batch x N) and a hidden "
+        "dimension (heads x d) of 2048. Each cell of the table of speed ratios contains the "
+        "smallest and the largest ratio over all N, with and without a causal mask."
     )
     return tables.of(caption, header, lines)
 
@@ -142,10 +142,11 @@ def hopper(rows: Sequence[Row]) -> tables.Table | None:
         "speed / published FA-3 (H100)",
     ]
     caption = (
-        "The table shows the speed of our FA-2 on wgmma in fp16, with 16k tokens (batch x N). "
-        "The column *fastest* has the highest speed of our FA-2 on wgmma over all N. A column "
-        "*speed / X* shows the speed of our FA-2 on wgmma divided by the speed of X. Each cell of "
-        "a column *speed / X* has the smallest, the median and the largest ratio over all N."
+        "The table of speeds on wgmma contains the speed of our FA-2 on wgmma in fp16, with 16k "
+        "tokens (batch x N). The column *fastest* has the highest speed of our FA-2 on wgmma over "
+        "all N. A column *speed / X* shows the speed of our FA-2 on wgmma divided by the speed of "
+        "X. Each cell of a column *speed / X* contains the smallest, the median and the largest "
+        "ratio over all N."
     )
     return tables.of(caption, header, lines)
 
@@ -178,11 +179,11 @@ def errors(rows: Sequence[Row]) -> tables.Table | None:
         lines.append([speeds.DTYPES[dtype], LABELS[series], f"{largest:.2e}", more])
     header = ["dtype", "series", "largest relative error", "largest excess, roundings"]
     caption = (
-        "The table shows the largest relative error of each series over all checked passes and "
-        "problems. An error in the table is the difference from a float64 result for the same "
-        "inputs. The *excess* of a series is its error minus the error of torch's "
-        "FlashAttention-2 on the same problem. The unit of the excess is the error of rounding "
-        "once to the dtype (fp16 or bf16)."
+        "The table of errors shows the largest relative error of each series over all checked "
+        "passes and problems. An error in the table of errors is the difference from a float64 "
+        "result for equal inputs. The *excess* of a series is the error of the series minus the "
+        "error of torch's FlashAttention-2 on the same problem. The unit of a series' excess is "
+        "the error of rounding once to the dtype (fp16 or bf16)."
     )
     return tables.of(caption, header, lines)
 

@@ -270,8 +270,9 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
     header = ["algorithm", "N", "d", "tiles", "array", "tiles loaded", "tiles stored"]
     header += ["bytes, traced", "bytes, closed form"]
     caption = (
-        "The table counts the moves of tiles between global memory and the chip, in a forward "
-        "call of one head in fp32. The columns *bytes* contain the sum over all moves of "
-        "an array, as traced on the emulator and as computed by the closed form."
+        "The table of tile moves counts the moves of tiles between global memory and the chip, in "
+        "a forward call of one head in fp32. In the table of tile moves, the columns *bytes* "
+        "contain the sum over all moves of an array, as traced on the emulator and as computed by "
+        "the closed form."
     )
     return tables.of(caption, header, lines)

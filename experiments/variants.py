@@ -279,10 +279,10 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
         .replace("numbers equal the model", "counts of loads or stores equal the access model")
     )
     caption = (
-        "The table has the accesses (loads plus stores) of a forward call in elements, in fp32 "
-        f"with {HEADS} heads and tiles of {TILES.Br} x {TILES.Bc}. Accesses are "
-        f"{said}. The column *relative error* contains the larger error of the two loop orders, "
-        "compared with float64."
+        "The table of variants contains the accesses (loads plus stores) of a forward call in "
+        f"elements, in fp32 with {HEADS} heads and tiles of {TILES.Br} x {TILES.Bc}. The accesses "
+        f"of the variants are {said}. The column *relative error* contains the larger error of the "
+        "two loop orders, compared with a float64 result."
     )
     if not variant_times.times(rows):
         caption += " Times are not recorded."

@@ -237,8 +237,9 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
     lines.append(["fused, FA-2's order", tables.MISSING, fused[0], fused[2]])
     header = ["step", "published, ms (PyTorch, A100)", "torch, ms", "ours, ms"]
     caption = (
-        "The table has the time of each step of a forward call in fp16, with N=1024, d=64, 16 "
-        "heads, batch 64, a causal mask and dropout 0.1. Our standard attention has three kernels, "
-        "for Q K^T with the scale and the mask, for the softmax with the dropout, and for P V."
+        "The table of attention steps contains the time of each step of a forward call in fp16, "
+        "with N=1024, d=64, 16 heads, batch 64, a causal mask and dropout 0.1. In the table of "
+        "attention steps, our standard attention has three kernels: for Q K^T with the scale and "
+        "the mask, for the softmax with the dropout, and for P V."
     )
     return tables.of(caption, header, lines)

@@ -388,11 +388,11 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
     header += [f"compiling, s, {LABELS[series]}" for series in every[-2:]]
     p = TIMED
     caption = (
-        f"The table has times in ms ({tables.runs(measured)}), in fp16 with batch {p.batch}, "
-        f"{p.heads_q} heads, N={p.seqlen_q} and d={p.head_dim}. The columns *flex_attention / "
-        "FA-2* contain the time of torch's flex_attention / the time of "
+        f"The table of variant times contains times in ms ({tables.runs(measured)}), in fp16 with "
+        f"batch {p.batch}, {p.heads_q} heads, N={p.seqlen_q} and d={p.head_dim}. The columns "
+        "*flex_attention / FA-2* contain the time of torch's flex_attention / the time of "
         f"{LABELS[every[-2]]}. The column *tiles skipped* contains the share of tiles that "
         f"{LABELS[every[-2]]} skips in the forward pass. The columns *compiling* contain the time "
-        "to compile the forward and the backward pass."
+        "to compile the forward and the backward pass of a variant."
     )
     return tables.of(caption, header, lines)

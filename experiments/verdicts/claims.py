@@ -324,4 +324,4 @@ BESIDE: dict[str, Pairs] = {
     "C23": {"causal": tiles("fa2-simt", "K", causal=True)},
 }
 QUESTIONS = declared(PAIRS, BESIDE)
-TABLE = table(QUESTIONS, "claim")
+TABLE = table(QUESTIONS, "claim", "claims")

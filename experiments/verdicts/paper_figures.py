@@ -296,4 +296,4 @@ PAIRS |= {
         paper(paper="online-softmax", item="abstract"))},
 }  # fmt: skip
 QUESTIONS = declared(PAIRS, {})
-TABLE = table(QUESTIONS, "figure or table")
+TABLE = table(QUESTIONS, "figure or table", "published figures")

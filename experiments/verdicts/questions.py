@@ -158,8 +158,11 @@ def declared(pairs: Mapping[str, Pairs], beside: Mapping[str, Pairs]) -> tuple[Q
     )
 
 
-def table(questions: Sequence[Question], first: str) -> Across:
-    """Return a table with one row for each question. `first` is the header of the first column."""
+def table(questions: Sequence[Question], first: str, what: str) -> Across:
+    """Return a table with one row for each question.
+
+    `first` is the header of the first column. `what` names the table in the caption.
+    """
     header = [first, "what it says", "source", "setting there", "setting here", "kind, trend"]
     header += ["our numbers", "verdict"]
 
@@ -175,7 +178,7 @@ def table(questions: Sequence[Question], first: str) -> Across:
             cells += [q.there, q.here, f"{q.kind}, {q.trend}"]
             lines.append([*cells, found.number, verdict, data])
         body = markdown([*header, "experiment"], lines).replace("---:", "---")
-        return Table(rule.tally(verdicts), body)
+        return Table(rule.tally(verdicts, what), body)
 
     return _across(questions, make)
 
@@ -208,9 +211,9 @@ def changed(questions: Sequence[Question]) -> Across:
         earlier = sum(bool(q.before) for q in questions)
         new = sum(not q.before for q in questions)
         caption = (
-            f"The common rule for verdicts changed {len(lines) - new} of {earlier} earlier "
-            f"verdicts. For {new} more figures and claims, the common rule for verdicts gives the "
-            "first verdict."
+            f"The common rule for verdicts changed {len(lines) - new} of the {earlier} verdicts "
+            f"that existed before the rule. For {new} more figures and claims, the common rule for "
+            "verdicts gives the first verdict."
         )
         return Table(caption, markdown(header, lines).replace("---:", "---"))
 

@@ -88,18 +88,20 @@ def sentences(found: Evidence) -> str:
         line("time, each order's own tiles, FA-1 on the paper's grid", took_own(0), ".1f"),
     ]
     return (
-        "Each cell of the table shows the smallest and the largest value of a ratio. Each ratio is "
-        "bytes or time of K/V outer (FlashAttention-1's order) divided by bytes or time of Q outer "
-        "(FlashAttention-2's order). All calls in the table are forward calls with N=512 to 16k, "
-        "with and without a causal mask. In each ratio, both calls multiply matrices with the "
-        "same instructions. In the first five rows of the table, both loop orders use the same "
-        "tile sizes: on CUDA cores and with mma.sync, the tile sizes with which FA-1 is fastest, "
-        "and with wgmma, the tile sizes with which FA-2 is fastest. In the "
-        "last two rows of the table, each loop order uses its own fastest tile sizes. The accessed "
-        "bytes are computed by closed forms. L2 bytes, DRAM bytes and times are measured. L2 and "
-        f"DRAM bytes were measured for {len(counted)} of the {len(timed)} combinations of N, head "
-        f"dimension and mask. L2 and DRAM bytes were measured for {masked or 'no'} calls with a "
-        "causal mask.\n\n"
+        "Each cell of the table of the main result shows the smallest and the largest value of a "
+        "ratio. Each ratio of the main result is bytes or time of K/V outer (FlashAttention-1's "
+        "order) divided by bytes or time of Q outer (FlashAttention-2's order). All calls of the "
+        "main result are forward calls with N=512 to 16k, with and without a causal mask. In each "
+        "ratio of the main result, the two calls multiply matrices with the same instructions. In "
+        "the first five rows of the main result, both loop orders use equal tile sizes. On CUDA "
+        "cores and with mma.sync, the equal tile sizes are the sizes with which FA-1 is fastest. "
+        "With wgmma, the equal tile sizes are the sizes with which FA-2 is fastest. In the last "
+        "two rows of the main result, each loop order uses the tile sizes with which the loop "
+        "order is fastest. The accessed bytes of the main result are computed by closed forms, "
+        "while L2 bytes, DRAM bytes and times are measured. For the main result, L2 and DRAM "
+        f"bytes were measured for {len(counted)} of the {len(timed)} combinations of N, head "
+        "dimension and mask. For the main result, L2 and DRAM bytes were measured for "
+        f"{masked or 'no'} calls with a causal mask.\n\n"
         + markdown(["K/V outer / Q outer", *WORDS.values()], lines)
         + f"\n\n- By the hardware counters, L2 moves {of_accesses()} times the bytes that the "
         "kernels load and store by the closed forms.\n"
@@ -134,17 +136,17 @@ def traffic(found: Evidence) -> str:
     ]
     share = over(of("fa1-simt", "dram"), of("fa1-simt", "model"))
     lines = [
-        f"With K/V outer, DRAM moves {share} times the bytes that the kernel loads and stores. "
-        "With K/V outer, O, l and m of all rows do not fit into L2, except at the shortest "
-        "sequence lengths.",
-        f"With Q outer, DRAM moves {over(of('fa2-simt', 'dram'), once)} times the size of Q, K, V "
-        "and O together, for every N. With Q outer, every row tile reads K and V of the tile's "
-        "head again, but K and V stay in L2.",
+        f"With K/V outer in fp32, DRAM moves {share} times the bytes that the kernel loads and "
+        "stores. With K/V outer, O, l and m of all rows do not fit into L2, except at the "
+        "shortest sequence lengths.",
+        f"With Q outer in fp32, DRAM moves {over(of('fa2-simt', 'dram'), once)} times the size of "
+        "Q, K, V and O together, for every N. With Q outer, every row tile reads K and V of the "
+        "tile's head again, but K and V stay in L2.",
         f"At d=128 and N={longest}, K/V outer accesses {wide[0]} times as many bytes as standard "
         f"attention, but moves {wide[1]} times as many bytes through DRAM. In fp32, registers "
         "limit a tile to few columns, so K/V outer reads and writes each row of O many times.",
     ]
-    head = "The list compares bytes in the figure, for forward calls in fp32 without a mask.\n\n"
+    head = "The list of DRAM traffic compares bytes of forward calls in fp32 without a mask.\n\n"
     return head + "".join(f"- {line}\n" for line in lines)
 
 

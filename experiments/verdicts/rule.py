@@ -16,7 +16,7 @@ TRENDS = ("order", "shape", "words")
 
 TEXT = """\
 The rule for verdicts compares our numbers with the published numbers, point by point. In the \
-rule for verdicts, a point is one published number and our number for the same quantity.
+rule for verdicts, a *point* is one published number and our number for the published quantity.
 
 | verdict | when it is given |
 | --- | --- |
@@ -26,8 +26,8 @@ rule for verdicts, a point is one published number and our number for the same q
 least nine of ten points |
 | **refuted** | in all other cases |
 
-In the table of the three verdicts, "the setting" means the quantity, the precision, the pass and \
-the sizes.
+In the rule for the verdict "reproduced", "the setting" means the quantity, the precision, the \
+pass and the sizes.
 
 | kind | numbers that are compared | factor |
 | --- | --- | --- |
@@ -45,12 +45,13 @@ the published curve does |
 | *words* | the words of the claim are true at this point; if they are true at all points, the \
 verdict is "reproduced" |
 
-- If the paper gives a range or a bound instead of a number, our number must be in the range or \
-within the bound. The allowed factor does not apply to published ranges and bounds.
-- A claim about FlashAttention is checked for both loop orders. If the two \
-loop orders get different verdicts, the table of claims has a row for each loop order.
-- If a figure or claim has fewer than ten points, our trend must agree with the published trend at \
-all points."""
+- If a paper publishes a range or a bound instead of a number, our number must be in the range or \
+within the bound. The allowed factor between our number and the published number does not apply \
+to published ranges and bounds.
+- A claim about FlashAttention is checked for both loop orders. If the two loop \
+orders get different verdicts on a claim, the table of claims has a row for each loop order.
+- If a published figure or claim has fewer than ten points, our trend must agree with \
+the published trend at all points."""
 
 
 @dataclass(frozen=True)
@@ -222,10 +223,10 @@ def _in_shape(points: Iterable[Point]) -> list[bool]:
     return found
 
 
-def tally(verdicts: Iterable[str]) -> str:
-    """Return a sentence with the number of questions for each verdict."""
+def tally(verdicts: Iterable[str], what: str) -> str:
+    """Return a sentence with the number of questions for each verdict. `what` names the table."""
     found = list(verdicts)
     known = (REPRODUCED, TREND, REFUTED, NOT_MEASURED)
     shown = [f'{found.count(name)} are "{name}"' for name in known if name in found]
     said = ", ".join([*shown[:-2], " and ".join(shown[-2:])])
-    return f"Of the {len(found)} verdicts in the table, {said}."
+    return f"Of the {len(found)} verdicts in the table of {what}, {said}."

@@ -404,7 +404,8 @@ def test_an_experiment_is_its_module_and_the_page(another, tmp_path, capsys, mon
     assert report.update(page, store) == ["head_dim", "sum"]
     assert "| 32 | FA-2 (Q outer) |" in page.read_text() and "| 8 |\n" in page.read_text()
     assert (
-        "The numbers in the table are from `figures/data/head_dim/model.csv` (" in page.read_text()
+        "The numbers in the table of the experiment `head_dim` are from "
+        "`figures/data/head_dim/model.csv` (" in page.read_text()
     )
     assert report.update(page, store) == [] and {"head_dim", "sum"} <= set(report.known())
     assert len(registry.load(another).draw(rows).axes[0].lines) == 2

@@ -65,30 +65,33 @@ def test_history_has_the_commit_that_is_checked_out():
 
 
 def test_clocks_are_said_in_words():
-    assert provenance.clocks({"clocks": CLOCKS}) == (
-        "While the GPU was busy, the SM clock was 1095 to 1980 MHz (median 1620 MHz) in 102 "
-        "samples (one per second). In 94 of 102 samples of the SM clock, the power cap limited the "
-        "clock"
+    assert provenance.clocks({"clocks": CLOCKS}, "ring") == (
+        "While the GPU was busy with the experiment `ring`, the SM clock was 1095 to 1980 MHz "
+        "(median 1620 MHz) in 102 samples (one per second). In 94 of 102 samples of the SM clock "
+        "during `ring`, the power cap limited the SM clock"
     )
     steady = {"SM clock, MHz": [1980.0] * 3, "busy": 2, "held by": {}}
-    assert (
-        provenance.clocks({"clocks": steady})
-        == "While the GPU was busy, the SM clock was 1980 MHz in 2 samples (one per second)"
+    assert provenance.clocks({"clocks": steady}, "ring") == (
+        "While the GPU was busy with the experiment `ring`, the SM clock was 1980 MHz in 2 samples "
+        "(one per second)"
     )
-    assert provenance.clocks({"clocks": steady | {"busy": 1}}).endswith(
+    assert provenance.clocks({"clocks": steady | {"busy": 1}}, "ring").endswith(
         "1980 MHz in 1 sample (one per second)"
     )
-    assert "not busy in any sample" in provenance.clocks({"clocks": CLOCKS | {"busy": 0}})
-    assert provenance.clocks({}) == "The GPU's clocks were not sampled"
+    assert "not busy in any sample" in provenance.clocks({"clocks": CLOCKS | {"busy": 0}}, "ring")
+    assert provenance.clocks({}, "ring").endswith("were not sampled during the experiment `ring`")
 
 
 def test_rows_of_few_runs_are_named():
     rows = [time(20), time(1, 128), time(4, 256, series="fa1-simt"), time(None)]
     assert (
-        tables.fewer_runs(rows) == "2 of 3 recorded times are medians of only 1 to 4 runs. The "
+        tables.fewer_runs(rows, "speed")
+        == "2 of the 3 recorded times of `speed` are medians of only 1 to 4 runs. In `speed`, the "
         "calls with fewer than 5 runs have N=128 to 256 and belong to the series fa1-simt, fa2-simt"
     )
-    said = "1 of 1 recorded times are medians of only 1 run. The calls with fewer than 5 "
-    said += "runs have N=64 and belong to the series fa2-simt"
-    assert tables.fewer_runs([time(1)]) == said
-    assert tables.fewer_runs([time(5), time(1, metric="memory"), time(1, value=None)]) == ""
+    said = "1 of the 1 recorded times of `speed` are medians of only 1 run. In `speed`, the calls "
+    said += "with fewer than 5 runs have N=64 and belong to the series fa2-simt"
+    assert tables.fewer_runs([time(1)], "speed") == said
+    assert (
+        tables.fewer_runs([time(5), time(1, metric="memory"), time(1, value=None)], "speed") == ""
+    )

@@ -255,19 +255,19 @@ def asked(**more):
 def test_the_table_says_number_verdict_command_and_data():
     lengths = rows("speed", "seqlen_q", metric="time")
     one = asked(pairs={"ms": (lengths, 7.0)})
-    make = questions.table([one], "claim")
+    make = questions.table([one], "claim", "claims")
     recorded = [row(experiment="speed", value=7.0 if n else 9.0, problem=one_head(64 + n, 16))
                 for n in range(10)]  # fmt: skip
     table = make(recorded)
     assert make.experiments == ("speed",) and not make.cites
-    assert table.caption == 'Of the 1 verdicts in the table, 1 are "trend only".'
+    assert table.caption == 'Of the 1 verdicts in the table of claims, 1 are "trend only".'
     assert table.body.splitlines()[2] == (
         "| C0 | it is fast | there | A100 | H200 | ratio, words | ms: 7 to 9 (published 7); true "
         "at 9 of 10 points | **trend only** (before: refuted): a newer GPU | [speed] |"
     )
     other = [row(experiment="speed", metric="speed")]
     assert (
-        make(other).caption == 'Of the 1 verdicts in the table, 1 are "not measured".'
+        make(other).caption == 'Of the 1 verdicts in the table of claims, 1 are "not measured".'
         and make([]) is None
     )
     changed = questions.changed([one, asked(pairs=one.pairs, before=TREND), asked(

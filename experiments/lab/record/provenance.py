@@ -38,24 +38,31 @@ def device_name(runs: Sequence[Mapping[str, Any]], otherwise: str) -> str:
     return next((run["device"]["name"] for run in runs if run.get("device")), otherwise)
 
 
-def clocks(run: Mapping[str, Any]) -> str:
-    """Return sentences about the GPU's clock during a run, without the last full stop."""
+def clocks(run: Mapping[str, Any], experiment: str) -> str:
+    """Return sentences about the GPU's clock during a run of an experiment.
+
+    The last full stop is missing.
+    """
     found = run.get("clocks")
     if not found:
-        return "The GPU's clocks were not sampled"
+        return f"The GPU's clocks were not sampled during the experiment `{experiment}`"
     if not found["busy"]:
         return (
-            "The SM clock during the calls is not known, because the GPU was not busy in any "
-            "sample of its clock (one sample per second)"
+            f"The SM clock during the calls of the experiment `{experiment}` is not known, because "
+            "the GPU was not busy in any sample of the SM clock (one sample per second)"
         )
     low, middle, high = (f"{x:.0f}" for x in found["SM clock, MHz"])
     span = f"was {low} MHz" if low == high else f"was {low} to {high} MHz (median {middle} MHz)"
     samples = "1 sample" if found["busy"] == 1 else f"{found['busy']} samples"
     held = "".join(
-        f". In {n} of {samples} of the SM clock, the {name} limited the clock"
+        f". In {n} of {samples} of the SM clock during `{experiment}`, the {name} limited the SM "
+        "clock"
         for name, n in found["held by"].items()
     )
-    return f"While the GPU was busy, the SM clock {span} in {samples} (one per second){held}"
+    return (
+        f"While the GPU was busy with the experiment `{experiment}`, the SM clock {span} in "
+        f"{samples} (one per second){held}"
+    )
 
 
 def l2_counter(runs: Sequence[Mapping[str, Any]], rows: Iterable[Row]) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 from ..record import EMULATOR, FIGURES, MODEL, REPOSITORY, Row, Store, registry
 from ..record.provenance import clocks, dates_and_commits, device_name, l2_names, of_rows
 from ..record.store import replace_files, unknown
-from .tables import Across, Make, fewer_runs
+from .tables import Across, Make, fewer_runs, listed
 
 PAGE = REPOSITORY / "paper_repro.md"
 TABLES = FIGURES / "tables"
@@ -162,11 +162,13 @@ def text(name: str, store: Store) -> str:
     if isinstance(make, Across) and not make.cites:
         return f"{table.caption}\n\n{table.body}"
     sources = [source for at in gpus.items() for source in _source(store, *at)]
-    where = ", ".join([*sources[:-2], " and ".join(sources[-2:])])
+    where = listed(sources)
     by = _l2_sentence(store, gpus) if _L2.search(table.body) else ""
     how = _how_timed(store, gpus) if _TIMED.search(table.caption + table.body) else ""
     what = "list" if table.body.lstrip().startswith("- ") else "table"
-    said = f"The numbers in the {what} are from {where}.{by}"
+    named = [f"`{experiment}`" for experiment in gpus]
+    of = f"experiment{'s' if len(named) > 1 else ''} {listed(named)}"
+    said = f"The numbers in the {what} of the {of} are from {where}.{by}"
     return f"{table.caption}\n\n{said}\n\n{table.body}{how}"
 
 
@@ -193,11 +195,12 @@ def _how_timed(store: Store, gpus: Mapping[str, str]) -> str:
     for name, machine in gpus.items():
         rows = [row for row in store.read(name, machine) if row.n is not None]
         runs = of_rows(store.runs(name, machine), rows)
-        words = [clocks(run) for run in runs] + [each for each in (fewer_runs(rows),) if each]
+        words = [clocks(run, name) for run in runs]
+        words += [each for each in (fewer_runs(rows, name),) if each]
         if runs:
             sentence = " ".join(f"{each}." for each in words)
             several = len(gpus) > 1
-            said.append(f"- Recording `{name}`: {sentence}" if several else sentence)
+            said.append(f"- {sentence}" if several else sentence)
     return "\n" + "\n".join(said) + "\n" if said else ""
 
 

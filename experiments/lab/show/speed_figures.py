@@ -263,13 +263,16 @@ def table(
     if several:
         header.insert(0, "pass")
     peak = next((r for r in rows if r.series == peers.MATMUL and not r.failed), None)
-    reach = ""
+    dtype, reach = DTYPES[study.dtype], ""
     if peak:
-        reach = f" For comparison, torch's matrix product reaches {peak.number:.0f} TFLOP/s."
+        reach = (
+            f" For comparison, torch's {dtype} matrix product reaches {peak.number:.0f} TFLOP/s."
+        )
     timed = tables.runs(r for r in rows if r.metric == "time")
+    of_runs = f" The speeds in the table of {dtype} speeds are {timed}." if timed else ""
     return tables.of(
-        f"{caption}{f' Values in the table are {timed}.' if timed else ''}{reach} The data file "
-        "also contains speeds for lengths and masks that the table does not show.",
+        f"{caption}{of_runs}{reach} The CSV file of the experiment `{study.name}` also contains "
+        f"speeds for lengths and masks that the table of {dtype} speeds does not show.",
         header,
         lines,
     )

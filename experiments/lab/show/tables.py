@@ -241,6 +241,27 @@ def span(values: Iterable[float], form: str = ".2f") -> str:
     return " to ".join(dict.fromkeys(format(value, form) for value in (min(found), max(found))))
 
 
+def listed(words: Sequence[str]) -> str:
+    """Return words as a list in a sentence.
+
+    Parameters
+    ----------
+    words : sequence of str
+        The words.
+
+    Returns
+    -------
+    str
+        The text.
+
+    Examples
+    --------
+    >>> listed(["a", "b", "c"]), listed(["a"])
+    ('a, b and c', 'a')
+    """
+    return ", ".join([*words[:-2], " and ".join(words[-2:])])
+
+
 def yes_no(causal: bool) -> str:
     """Return "yes" or "no" for a causal mask.
 
@@ -295,13 +316,15 @@ def runs(rows: Iterable[Row]) -> str:
     return f"medians of {many if few == many else f'{few} to {many}'} runs"
 
 
-def fewer_runs(rows: Iterable[Row], least: int = 5) -> str:
+def fewer_runs(rows: Iterable[Row], experiment: str, least: int = 5) -> str:
     """Return sentences about the times that are medians of fewer runs than `least`.
 
     Parameters
     ----------
     rows : iterable of Row
         Rows.
+    experiment : str
+        Name of the experiment, which the sentences contain.
     least : int, default 5
         Times with fewer runs than this are mentioned.
 
@@ -318,7 +341,7 @@ def fewer_runs(rows: Iterable[Row], least: int = 5) -> str:
     names = ", ".join(sorted({row.series for row in few}))
     lengths = span((row.seqlen_q for row in few), "d")
     return (
-        f"{len(few)} of {len(timed)} recorded times are medians of only {runs} "
-        f"run{'s' if runs != '1' else ''}. The calls with fewer than {least} runs have "
-        f"N={lengths} and belong to the series {names}"
+        f"{len(few)} of the {len(timed)} recorded times of `{experiment}` are medians of only "
+        f"{runs} run{'s' if runs != '1' else ''}. In `{experiment}`, the calls with fewer than "
+        f"{least} runs have N={lengths} and belong to the series {names}"
     )
