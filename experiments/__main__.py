@@ -82,15 +82,15 @@ def _parser() -> argparse.ArgumentParser:
     quick, filtered = (folder.relative_to(REPOSITORY) for folder in (QUICK, FILTERED))
     chosen = (
         "The options --seqlens, --head-dims, --causal and --tiles select a part of an experiment. "
-        f"The figure and the data of a part are written to {filtered}, unless --out names another "
-        "folder. The folder figures contains complete runs only."
+        f"The figure and the data of a partial run are written to {filtered}, unless --out "
+        "names another folder. The folder figures contains figures and data of complete runs only."
     )
     flag: dict[str, Any] = {"action": "store_true"}
     head_dims: dict[str, Any] = {"type": _several(whole(1, MAX_HEAD_DIM)), "metavar": "D,..."}
     options: dict[str, tuple[str, dict[str, Any]]] = {
         "--quick": (
-            "run only a few small sizes, which takes seconds; the results are written to "
-            f"{quick}, unless --out names another folder", flag),
+            "run each experiment with only a few small sizes, which takes seconds; the results "
+            f"are written to {quick}, unless --out names another folder", flag),
         "--seqlens": ("sequence lengths to measure or draw, such as 512,1024 (default: the "
                       "experiment's sequence lengths)",
                       {"type": _several(whole(1, MAX_SEQLEN)), "metavar": "N,..."}),
@@ -103,22 +103,24 @@ def _parser() -> argparse.ArgumentParser:
             "128 rows of K (default: the experiment's tile sizes). Only a few experiments, such as "
             "timeline, support --tiles",
             {"type": _several(_tiles), "metavar": "BRxBC,..."}),
-        "--recount": ("count accesses on the emulator again. Without this option, a complete run "
-                      "uses stored counts if the experiment's code and its kernels have not "
+        "--recount": ("count accesses on the emulator again. Without --recount, a complete run "
+                      "uses stored counts if the code and the kernels of the experiment have not "
                       "changed", flag),
         "--out": ("folder for the figures. The data of the figures are written to FOLDER/data. "
                   "Complete runs are written to the folder figures by default. If FOLDER contains "
                   "no data of an experiment, the figure is drawn from the recording in "
                   "figures/data", {"type": _folder, "metavar": "FOLDER"}),
-        "--replace": ("replace a stored recording even if torch or ncu is missing on this machine, "
-                      "and lose the stored numbers from torch or ncu", flag),
+        "--replace": ("replace a recording (the stored results of an experiment) even if torch or "
+                      "ncu (Nsight Compute) is missing on this machine; the numbers from torch or "
+                      "ncu in the recording are lost", flag),
     }  # fmt: skip
     group = choices.add_argument_group("options")
     for option, (text, how) in options.items():
         group.add_argument(option, help=text, **how)
     parser = Parser(
         prog="python -m experiments",
-        description="Measure both loop orders of FlashAttention, and draw the figures and tables.",
+        description="Measure the two loop orders of FlashAttention (K/V outer and Q outer), and "
+        "draw figures and tables of the results.",
         epilog="For the options of a command, run python -m experiments COMMAND --help. "
         "Example of a command: python -m experiments run io_vs_seqlen --quick",
     )
@@ -137,7 +139,7 @@ def _parser() -> argparse.ArgumentParser:
         nargs="*",
         type=_experiment,
         metavar="NAME",
-        help="experiments to describe in full",
+        help="names of experiments to describe in full",
     )
     listing.add_argument("--verbose", action="store_true", help="describe every experiment in full")
     for name, text in (
@@ -150,13 +152,16 @@ def _parser() -> argparse.ArgumentParser:
         )
     text = "run all experiments that this machine can run, and draw all figures"
     about = (
-        f"{text[0].upper()}{text[1:]}. On a GPU, an experiment is measured again only if its code "
-        "or the kernels that it launches have changed. If the command is interrupted, run the same "
-        "command again to continue."
+        f"{text[0].upper()}{text[1:]}. On a GPU, an experiment is measured again only if the code "
+        "of the experiment or the kernels that the experiment launches have changed. If a run of "
+        "all experiments is interrupted, repeat the command to continue the run."
     )
     add("all", text, about, **parts)
     compare.add(commands)
-    text = "serve the interactive page figures/explore.html, with your own masks and any plan"
+    text = (
+        "start a local web server for the interactive page figures/explore.html. With the server, "
+        "the page can show masks of your own and the plan of any attention call"
+    )
     port: dict[str, Any] = {"type": whole(1, 65535), "metavar": "P", "default": 0}
     about = f"{text[0].upper()}{text[1:]}. Press Ctrl-C to stop the server."
     add("explore", text, about).add_argument(
@@ -164,8 +169,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     text = "time tile sizes of the tensor-core kernels on this GPU, and store the fastest sizes"
     about = (
-        f"{text[0].upper()}{text[1:]} in fa_numba/choices/tuned.csv. Plans use the tile sizes in "
-        "tuned.csv."
+        f"{text[0].upper()}{text[1:]} in fa_numba/choices/tuned.csv. Attention calls on GPUs with "
+        "this GPU's compute capability use the tile sizes in tuned.csv."
     )
     tuning = add("tune", text, about)
     text = f"head dimensions to time (default: {','.join(map(str, tune.HEAD_DIMS))})"
@@ -178,13 +183,15 @@ def _parser() -> argparse.ArgumentParser:
         tuning.add_argument(option, help=f"{what} to time (default: all)", **which)
     for name, text in (
         ("spills", "compile Hopper's backward kernels with options that may spill registers, and "
-         "store how many bytes the kernels spill. Plans use the stored numbers. No GPU is needed"),
+         "store how many bytes of registers the kernels spill to memory. Plans of attention calls "
+         "use the stored numbers. The command spills needs no GPU"),
         ("report", "write the tables in paper_repro.md and in figures/tables again, from the "
          "recordings in figures/data"),
-        ("origins", "list recordings whose commit is not in the git history, and recordings that "
-         "may have been made with uncommitted changes"),
-        ("outdated", "list each recording as current, outdated or unknown. A recording is outdated "
-         "if the code or the kernels that produced it have changed"),
+        ("origins", "list recordings (stored results of experiments) whose commit is not in the "
+         "git history, and recordings that may have been made with uncommitted changes"),
+        ("outdated", "list each recording (the stored results of an experiment) as current, "
+         "outdated or unknown. A recording is outdated if the code or the kernels that produced "
+         "the recording have changed"),
     ):  # fmt: skip
         add(name, text, f"{text[0].upper()}{text[1:]}.")
     return parser

@@ -28,8 +28,8 @@ def _parser() -> argparse.ArgumentParser:
         more += " For measurements and figures, run python -m experiments --help."
     parser = Parser(
         prog="python -m fa_numba",
-        description="Show how the two loop orders of FlashAttention compute, and what a call of "
-        "attention would launch. No GPU is needed.",
+        description="Show how the two loop orders of FlashAttention compute the softmax, and which "
+        "kernels an attention call would launch. The commands need no GPU.",
         epilog=more,
     )
     parser.add_version("fa_numba")

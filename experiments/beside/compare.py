@@ -271,10 +271,10 @@ def add(commands: Any) -> None:
         NAME,
         help="compare both loop orders and standard attention at a size that you choose",
         description="Compare both loop orders and standard attention at a size that you choose. "
-        "If this machine has a CUDA GPU, the command checks the results and measures times. If one "
-        "head is small enough, the command counts accesses on the emulator. Otherwise the command "
-        "computes accesses by formulas. The last column of the table names the source of each "
-        "number.",
+        "If this machine has a CUDA GPU, the command compare checks the results and measures "
+        "times. compare computes accesses of global memory by formulas. If one head is small "
+        "enough for the emulator, compare also counts accesses. The last column of the printed "
+        "table names the source of each number.",
         epilog="Example: python -m experiments compare --seqlen 256 --head-dim 64",
     )
     seqlen, head_dim, heads = (whole(1, most) for most in (MAX_SEQLEN, MAX_HEAD_DIM, 4096))
@@ -283,7 +283,7 @@ def add(commands: Any) -> None:
             "sequence length of q (number of rows)",
             {"type": seqlen, "metavar": "N", "required": True}),
         "--head-dim": (
-            f"head dimension, 1 to {MAX_HEAD_DIM}",
+            f"head dimension of q, k and v, 1 to {MAX_HEAD_DIM}",
             {"type": head_dim, "metavar": "D", "required": True}),
         "--seqlen-k": (
             "sequence length of k and v (default: --seqlen)", {"type": seqlen, "metavar": "N"}),
@@ -294,14 +294,14 @@ def add(commands: Any) -> None:
             "number of heads of k and v, a divisor of --heads (default: --heads)",
             {"type": heads, "metavar": "H"}),
         "--causal": (
-            "causal mask: row i sees the columns j <= i + seqlen_k - seqlen",
+            "use a causal mask: row i of q sees the rows j <= i + seqlen_k - seqlen of k",
             {"action": "store_true"}),
         "--dtype": (
             f"dtype of q, k and v: {', '.join(DTYPES)}, or {', '.join(SHORT_DTYPES)} (default: "
-            "float16 if the GPU has kernels for it, else float32)",
+            "float16 if the GPU has kernels for float16, else float32)",
             {"type": dtype, "metavar": "DTYPE"}),
         "--backward": (
-            "compare the backward pass instead of the forward pass", {"action": "store_true"}),
+            "compare the backward passes instead of the forward passes", {"action": "store_true"}),
         "--tiles": (
             "tile size for both loop orders, such as 64x128 for 64 rows of q and 128 rows of k "
             "(default: each loop order uses its own tile size)",
@@ -309,11 +309,11 @@ def add(commands: Any) -> None:
         ),
         "--device": (
             f"GPU to compare the loop orders on: {', '.join(bounds.DEVICES)} (default: the GPU of "
-            f"this machine, or {STAND_IN} if there is none). Times are measured only on the GPU of "
-            "this machine",
+            f"this machine, or {STAND_IN} if this machine has no GPU). Times are measured only on "
+            "the GPU of this machine",
             {"type": saying(bounds.named), "metavar": "GPU"}),
         "--csv": (
-            "also write the numbers to the CSV file FILE, one line per series and quantity",
+            "also write the numbers to the CSV file FILE, one line per algorithm and quantity",
             {"type": file_to_write, "metavar": "FILE"}),
     }  # fmt: skip
     for option, (text, how) in sizes.items():

@@ -30,13 +30,16 @@ from fa_numba.io_model import ALGORITHMS
 from fa_numba.problem import MAX_HEAD_DIM
 
 NAME = "plan"
-HELP = "show what a call of attention would launch on a GPU, and what is expected to limit it"
+HELP = (
+    "show which kernels an attention call would launch on a GPU, and what is expected to limit "
+    "the speed of the call"
+)
 DESCRIPTION = """\
-Show what a call of attention would launch, without running it: kernels, grids, tiles, memory,
-accesses of global memory and FLOPs. The table compares FlashAttention-1 (K/V outer),
+Show what an attention call would launch, without running the call: kernels, grids, tiles, memory,
+accesses of global memory and FLOPs. The printed table compares FlashAttention-1 (K/V outer),
 FlashAttention-2 (Q outer) and standard attention, which writes its score matrix to memory. The
-table also estimates what limits the speed of each algorithm on this machine's GPU, or on the GPU
-that you name with --device. The command needs no GPU and measures nothing.
+printed table also estimates what limits the speed of each algorithm on this machine's GPU, or on
+the GPU that you name with --device. The command plan needs no GPU and measures nothing.
 
 Example: python -m fa_numba plan --seqlen 16384 --head-dim 64 --heads 32 --device H200"""
 
@@ -114,14 +117,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     call.add_argument(
         "--causal",
         action="store_true",
-        help="causal mask: row i sees the columns j <= i + seqlen_k - seqlen",
+        help="use a causal mask: row i of q sees the rows j <= i + seqlen_k - seqlen of k",
     )
     call.add_argument(
         "--dtype",
         type=dtype,
         metavar="DTYPE",
         help=f"dtype of q, k and v: {', '.join(DTYPES)}, or {', '.join(SHORT_DTYPES)} (default: "
-        "float16 if the GPU has kernels for it, else float32)",
+        "float16 if the GPU has kernels for float16, else float32)",
     )
     call.add_argument(
         "--backward", action="store_true", help="plan the backward pass instead of the forward pass"
@@ -138,15 +141,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--unit",
         choices=("auto", *UNITS),
         default="auto",
-        help=f"where matrices are multiplied. {'; '.join(map(_described, UNITS.values()))}; auto "
-        "(default): the newest unit that supports the call, unless an older unit is faster",
+        help="which instructions multiply matrices. "
+        f"{'; '.join(map(_described, UNITS.values()))}; auto (default): the "
+        "newest unit that supports the call, unless an older unit is faster",
     )
     how.add_argument(
         "--tiles",
         type=tiles,
         metavar="BRxBC",
-        help="tile size, such as 64x128 for 64 rows of q and 128 rows of k (default: chosen for "
-        "the call)",
+        help="tile size, such as 64x128 for 64 rows of q and 128 rows of k (default: a tile size "
+        "that fa_numba chooses for the call)",
     )
     where = parser.add_argument_group("the GPU")
     where.add_argument(
@@ -154,7 +158,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=saying(bounds.named),
         metavar="GPU",
         help=f"GPU to plan for: {', '.join(bounds.DEVICES)} (default: the GPU of this machine, "
-        f"or {_STAND_IN} if there is none)",
+        f"or {_STAND_IN} if this machine has no GPU)",
     )
     where.add_argument(
         "--registers",
@@ -165,7 +169,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--why",
         action="store_true",
-        help="also print the reasons for the unit, the tiles and the number of splits",
+        help="also print why the plan uses its unit, its tile size and its number of splits",
     )
 
 

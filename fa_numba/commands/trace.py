@@ -23,15 +23,16 @@ NAME = "trace"
 HELP = "show the online softmax of one row step by step, in both loop orders"
 DESCRIPTION = """\
 Show how both loop orders compute the online softmax of one row of Q, one block of keys at a time.
-Each line shows the largest score so far (m), the sum of the exponentials (l) and the output (o).
-Each line also shows the factor e^(old m - new m), which multiplies l and o of the earlier blocks.
+Each printed line shows the largest score so far (m), the sum of the exponentials (l) and the
+output (o). Each printed line also shows the factor e^(old m - new m), which multiplies l and o of
+the earlier blocks.
 
 FlashAttention-2 (Q outer) keeps m, l and o in registers and divides o by l once, at the end.
 FlashAttention-1 (K/V outer) makes one pass for each block of keys. FlashAttention-1 divides o by
 l in every pass, and stores m, l and o in memory between two passes.
 
-Without options, the command shows an example with 8 keys in blocks of 4, which is small enough to
-follow by hand."""
+Without options, the command trace shows an example with 8 keys in blocks of 4, which is small
+enough to follow by hand."""
 
 _EXACT = 1e-12  # smaller differences come from rounding in float64
 _SCORES = 19  # longest text of the scores of a block, in characters
