@@ -1,0 +1,362 @@
+"""Random planted faults in host code: python tests/random_faults.py COMMIT [--folder FOLDER]
+
+The commit's hash is the seed of the draw. The command draws 60 faults of `mutants` at random over
+the packages in AREAS. Each fault is planted alone, in the memory of a process of its own. Tests run
+in this process until a test fails. The command prints which test noticed each fault, and lists the
+survivors at the end. A survivor needs a test that notices it, or a row with a proof in
+`survivors.csv`.
+
+The command first records a map: which tests run which blocks of statements of AREAS. The tests in
+COSTLY are not in the map. A fault is then tried as follows:
+
+- Kernel code: the test calls of `mutant_cases` run, as `test_mutants` tries a fault.
+- Other code: the tests that run the changed block run, the cheapest tests first, for at most
+  LONGEST seconds. Of a parametrized test, the first case runs before the other cases.
+
+FOLDER keeps the map. A second draw records only the test files that have changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import builtins
+import contextlib
+import hashlib
+import importlib
+import itertools
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+AREAS = (
+    *("fa_numba.mods", "fa_numba.choices", "fa_numba.host", "fa_numba.device"),
+    *("fa_numba.parts.visits", "fa_numba.parts.wgmma.scheduler", "experiments.lab.record"),
+)
+# Tests that take long and that compile or emulate kernels rather than host code.
+COSTLY = (
+    *("tests/test_mutants.py", "tests/emulator", "tests/intrinsics", "tests/device/test_front_end"),
+    "tests/kernels/test_wg",
+    *(
+        f"tests/kernels/test_{name}.py"
+        for name in (
+            *("compile", "cards", "language", "twins", "calls", "checks", "mma", "mma_swizzle"),
+            *("every_option", "random_calls", "random_functions", "passes", "overflow", "scales"),
+            *("swizzle", "value_dim", "precision", "dropout"),
+        )
+    ),
+)
+# Of the experiments' tests only these are in the map.
+RECORDS = ("dictionary", "experiments", "kept", "origins", "recording", "store", "verdicts")
+LONGEST = 40  # CPU seconds of the tests that try a fault
+# Environment variables: the folder for the map, or the file of the faults to try.
+MAP, FAULTS = "RANDOM_FAULTS_MAP", "RANDOM_FAULTS"
+
+
+# --- plugins of pytest --------------------------------------------------------------------------
+# pytest imports this file before it imports the tests' modules. `mutants` is therefore imported in
+# the functions that use it.
+
+
+class Recorder:
+    """Records the blocks of statements in AREAS that each test runs, by their first lines."""
+
+    def __init__(self, folder):
+        self.file = Path(folder) / f"{os.getpid()}.jsonl"
+        self.lines = set()
+
+    @pytest.hookimpl
+    def pytest_collection_finish(self):
+        import mutants
+
+        builtins.executed = self.lines.add
+        self.planted = contextlib.ExitStack()
+        for name in mutants.modules_of(*AREAS):
+            if not name.startswith("fa_numba.parts"):  # whose code is not what Python runs
+                importlib.import_module(name)
+                self.planted.enter_context(mutants._of_text(name, telling(name)))
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item):
+        self.lines.clear()
+        begin = time.process_time()
+        try:
+            return (yield)
+        finally:
+            row = {"test": item.nodeid, "seconds": time.process_time() - begin, "lines": {}}
+            for name, line in sorted(self.lines):
+                row["lines"].setdefault(name, []).append(line)
+            with self.file.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+
+
+def telling(name):
+    """Return a module's tree whose blocks of statements say when they run."""
+    import mutants
+
+    file = os.path.relpath(mutants.file_of(name), ROOT)
+    tree = ast.parse(mutants.source(name))
+    for function in [x for x in ast.walk(tree) if isinstance(x, ast.FunctionDef)]:
+        for body in _blocks(function):
+            place = ast.Constant((file, body[0].lineno))
+            tell = ast.Expr(ast.Call(ast.Name("executed", ast.Load()), [place], []))
+            body.insert(0, ast.copy_location(tell, body[0]))
+    return ast.fix_missing_locations(tree)
+
+
+def _blocks(function):
+    """Return the lists of statements in a function, but not those of a function in it."""
+    found, left = [], [function]
+    while left:
+        node = left.pop()
+        for name in ("body", "orelse", "finalbody", "handlers"):
+            inner = getattr(node, name, None)
+            if isinstance(inner, list) and inner and isinstance(inner[0], ast.stmt):
+                found.append(inner)
+        inside = (
+            x for x in ast.iter_child_nodes(node) if isinstance(x, (ast.stmt, ast.excepthandler))
+        )
+        left += (x for x in inside if not isinstance(x, (ast.FunctionDef, ast.ClassDef)))
+    return found
+
+
+def block_of(site):
+    """Return the first line of the block of statements that a fault is in."""
+    import mutants
+
+    line = mutants.source(site.module)[: site.span[0]].count("\n") + 1
+    best = 0
+    for function in ast.walk(ast.parse(mutants.source(site.module))):
+        if isinstance(function, ast.FunctionDef):
+            for body in _blocks(function):
+                if body[0].lineno <= line <= body[-1].end_lineno:
+                    best = max(best, body[0].lineno)
+    return best
+
+
+class Planter:
+    """Tries faults by collected tests, each fault in a process of its own."""
+
+    def __init__(self, file, number):
+        self.faults = json.loads(Path(file).read_text())
+        self.mine = int(number)
+
+    @pytest.hookimpl
+    def pytest_runtestloop(self, session):
+        import mutants
+
+        items = {item.nodeid: item for item in session.items}
+        sites = drawn(self.faults["seed"], self.faults["count"])
+        noticing = []
+        for number, names in self.faults["tests"][self.mine]:
+            chosen = [items[name] for name in names if name in items]
+            how, _, count = mutants.apart(_tried, sites[number], chosen, seconds=600)
+            told = {"number": number, "how": how, "tests": count}
+            with open(self.faults["results"], "a") as file:
+                file.write(json.dumps(told) + "\n")
+            print(f"{number}\t{how}\t{count}\t{_said(sites[number])}", flush=True)
+            noticing += [items[how]] if how in items else []
+        failed = mutants.apart(_tried, None, noticing, seconds=600)[0]
+        assert failed is None, f"{failed} fails without a fault"
+        return True
+
+
+def _tried(site, items):
+    """Return how a fault, if one is given, is noticed, or None; and how many tests ran."""
+    import mutants
+    from _pytest.runner import runtestprotocol
+
+    end, count = time.process_time() + LONGEST, 0
+    with tempfile.TemporaryDirectory() as cache, contextlib.ExitStack() as stack:
+        os.environ["FA_NUMBA_CACHE"] = cache
+        try:
+            if site is not None:
+                stack.enter_context(mutants.planted(site))
+        except AssertionError:
+            return "cannot be planted", "", 0
+        for count, (item, following) in enumerate(zip(items, (*items[1:], None), strict=False), 1):
+            if time.process_time() > end:
+                break
+            try:
+                with mutants.at_most(20):
+                    reports = runtestprotocol(item, log=False, nextitem=following)
+            except mutants.TookTooLong:
+                return f"TookTooLong {item.nodeid}", "", count
+            if any(report.failed for report in reports):
+                return item.nodeid, "", count
+    return None, "", count
+
+
+def pytest_configure(config):
+    if os.environ.get(MAP):
+        config.pluginmanager.register(Recorder(os.environ[MAP]), "random-faults-map")
+    if os.environ.get(FAULTS):
+        plugin = Planter(*os.environ[FAULTS].rsplit(":", 1))
+        config.pluginmanager.register(plugin, "random-faults")
+
+
+def run(arguments, **variables):
+    """Run pytest with this file as a plugin; return the process."""
+    paths = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "random_faults",
+    ]
+    environment = os.environ | {"PYTHONPATH": paths} | variables
+    return subprocess.Popen([*command, *arguments], cwd=ROOT, env=environment)
+
+
+# --- the map -----------------------------------------------------------------------------------
+
+
+@dataclass
+class Test:
+    """A test, how long it takes and which blocks of which files it runs."""
+
+    name: str
+    seconds: float
+    lines: dict
+
+    @property
+    def file(self):
+        return self.name.partition("::")[0]
+
+
+def mapped(folder, jobs):
+    """Return the tests of the map; test files that have changed are recorded again."""
+    kept = folder / "map"
+    kept.mkdir(exist_ok=True)
+    known = {}
+    for path in sorted(kept.glob("*.json"), key=lambda path: path.stat().st_mtime):
+        known |= {name: (path, digest) for name, digest in json.loads(path.read_text()).items()}
+    files = [path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("test_*.py")]
+    files = [name for name in sorted(files) if not name.startswith(COSTLY)]
+    of_records = tuple(f"tests/experiments/test_{name}.py" for name in RECORDS)
+    files = [x for x in files if "/experiments/" not in x or x in of_records]
+    digests = {name: hashlib.sha256((ROOT / name).read_bytes()).hexdigest() for name in files}
+    stale = [name for name in files if known.get(name, ("", ""))[1] != digests[name]]
+    if stale:
+        print(f"recording which blocks {len(stale)} test files run", flush=True)
+        fresh = Path(tempfile.mkdtemp(dir=kept))
+        told = [f"-n{jobs}", "--tb=no", *stale]
+        run(told, **{MAP: str(fresh)}).wait()
+        done = kept / f"{fresh.name}.json"
+        done.write_text(json.dumps({x: digests[x] for x in stale}))
+        known |= {name: (done, digests[name]) for name in stale}
+    tests = []
+    for path in {path for path, _ in known.values()}:
+        for rows in path.with_suffix("").glob("*.jsonl"):
+            for row in map(json.loads, rows.read_text().splitlines()):
+                test = Test(row["test"], row["seconds"], row["lines"])
+                if known.get(test.file, ("", ""))[0] == path and test.file in digests:
+                    tests.append(test)
+    return tests
+
+
+def chosen(site, tests):
+    """Return the names of the tests that run the changed block, the cheapest tests first.
+
+    Each parametrized test has one case in turn. Tests of a file with the module's name come first.
+    """
+    import mutants
+
+    path = Path(mutants.file_of(site.module)).resolve().relative_to(ROOT).as_posix()
+    line = block_of(site)
+    found = sorted((x for x in tests if line in x.lines.get(path, ())), key=lambda x: x.seconds)
+    own, turn = Path(path).stem, defaultdict(itertools.count)
+    place = {test.name: next(turn[test.name.partition("[")[0]]) for test in found}
+    found.sort(key=lambda x: (place[x.name] > 0, own not in Path(x.file).stem, place[x.name]))
+    return [test.name for test in found]
+
+
+# --- the draw ----------------------------------------------------------------------------------
+
+
+def drawn(seed, count):
+    """Return random faults of AREAS."""
+    import mutants
+
+    rules = (*mutants.RULES, mutants.forget)
+    every = (mutants.sites_of(name, rules) for name in mutants.modules_of(*AREAS))
+    return random.Random(seed).sample([*itertools.chain(*every)], count)
+
+
+def row_of(site):
+    """Return what `survivors.csv` says of a fault, or None."""
+    import test_mutants
+
+    row = test_mutants.rows().get(test_mutants.named(site))
+    return row and f"listed ({row['proof'] or 'no proof'}): {row['reason']}"
+
+
+def _said(site):
+    return f"{site.name} -> {site.new}"
+
+
+def main(given=None):
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument("commit", help="a commit's hash, the seed of the draw")
+    parser.add_argument("--count", type=int, default=60, help="the number of faults")
+    folder = Path(tempfile.gettempdir()) / "random_faults"
+    parser.add_argument("--folder", type=Path, default=folder, help="keeps the map")
+    parser.add_argument("--jobs", type=int, default=2, help="processes that run tests")
+    parser.add_argument("--only", type=int, nargs="+", help="numbers of the faults to try")
+    given = parser.parse_args(given)
+    import test_mutants
+
+    seed = int(given.commit[:8], 16)
+    sites = dict(enumerate(drawn(seed, given.count)))
+    sites = {n: sites[n] for n in given.only or sites}
+    given.folder.mkdir(parents=True, exist_ok=True)
+    found = {number: row_of(site) for number, site in sites.items() if row_of(site)}
+    for number, how in found.items():
+        print(f"{number}\t{how}\t{_said(sites[number])}", flush=True)
+    left = [n for n in sites if n not in found]
+    of_kernels = [n for n in left if sites[n].module.startswith("fa_numba.parts")]
+    others = [n for n in left if n not in of_kernels]
+    with tempfile.TemporaryDirectory() as scratch:
+        results = Path(scratch) / "results"
+        results.touch()
+        tests = mapped(given.folder, given.jobs) if others else []
+        names = {n: chosen(sites[n], tests) for n in others}
+        shares = [[(n, names[n]) for n in others[k :: given.jobs]] for k in range(given.jobs)]
+        told = {"seed": seed, "count": given.count, "tests": shares, "results": str(results)}
+        (Path(scratch) / "faults").write_text(json.dumps(told))
+        processes = []
+        for k, share in enumerate(shares):
+            files = sorted({name.partition("::")[0] for _, of in share for name in of})
+            if share:
+                processes.append(run(["-n0", "-s", *files], **{FAULTS: f"{scratch}/faults:{k}"}))
+        for number in of_kernels:
+            how, test, _ = test_mutants.tried(sites[number], shares=12)
+            found[number] = how and f"{how} in {test}"
+            print(f"{number}\t{found[number]}\t{_said(sites[number])}", flush=True)
+        for process in processes:
+            process.wait()
+        for row in map(json.loads, results.read_text().splitlines()):
+            found[row["number"]] = row["how"]
+    assert found.keys() == sites.keys(), f"not tried: {sites.keys() - found.keys()}"
+    survivors = [n for n in sites if found[n] in (None, "cannot be planted")]
+    print(f"{len(survivors)} of {len(sites)} faults survive:")
+    for number in survivors:
+        print(f"  {number}\t{found[number] or ''}\t{_said(sites[number])}")
+
+
+if __name__ == "__main__":
+    main()
