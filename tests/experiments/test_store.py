@@ -193,10 +193,22 @@ def test_published_figures_are_whole():
     lines = published_numbers._lines()
     assert len({tuple(line) for line in lines}) == 1
     assert all(math.isfinite(float(line["value"])) and None not in line.values() for line in lines)
-    with pytest.raises(
-        StoreError, match=f"{published_numbers.FILE} has no line with paper='fa2', item='Fig. 99'"
-    ):
-        published_numbers.lookup(paper="fa2", item="Fig. 99")
+
+
+@pytest.mark.parametrize(
+    "wanted, values",
+    [
+        ({"paper": "fa2", "item": "Fig. 99"}, "values of item for this paper: 'Fig. 4'"),
+        ({"paper": "fa99", "item": "Fig. 4"}, "values of paper: 'fa1'"),
+        ({"paper": "fa99"}, "values of paper: 'fa1'"),
+        ({"item": "Fig. 99"}, "values of item: 'Fig. 1 left'"),
+    ],
+)
+def test_an_unknown_published_item_is_refused_with_what_there_is(wanted, values):
+    said = ", ".join(f"{name}={text!r}" for name, text in wanted.items())
+    with pytest.raises(StoreError) as error:
+        published_numbers.lookup(**wanted)
+    assert str(error.value).startswith(f"{published_numbers.FILE} has no line with {said}; {values}, ")
 
 
 def test_a_published_number_is_one_line():
