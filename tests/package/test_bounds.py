@@ -214,6 +214,32 @@ def test_registers_come_from_a_compile_alone(monkeypatch):
         assembling.registers_of(kernel, (8, 0), compiling=True)
 
 
+@pytest.mark.parametrize(
+    "here, stored, compiling, registers",
+    [
+        ((8, 0), True, False, 77),  # of the code on disk
+        ((8, 0), False, False, None),
+        ((8, 0), False, True, 77),
+        ((9, 0), True, False, None),
+        ((9, 0), True, True, 96),
+        (None, True, False, None),
+    ],
+)
+def test_registers_on_the_current_gpu_are_those_of_its_code(
+    monkeypatch, here, stored, compiling, registers
+):
+    kernel = SimpleNamespace(
+        compiled=lambda: SimpleNamespace(attributes=SimpleNamespace(num_regs=77))
+    )
+    monkeypatch.setattr(assembling.select, "on_gpu", lambda: here is not None)
+    monkeypatch.setattr(assembling.select, "current_ordinal", lambda: 1)
+    monkeypatch.setattr(assembling.select, "capability_of", lambda ordinal: here)
+    kept = (b"", "") if stored else None
+    monkeypatch.setattr(assembling.kernel_cache, "read", lambda *_: kept)
+    monkeypatch.setattr(assembling, "assembled", lambda *_: ("", "Used 96 registers"))
+    assert assembling.registers_of(kernel, (8, 0), compiling=compiling) == registers
+
+
 @pytest.mark.gpu
 def test_the_driver_counts_as_many_blocks():
     """With the registers of the compiled kernels, on the GPU that is here."""
