@@ -1,8 +1,11 @@
 """Digests of kernels' programs: what changes one, and that equal ones have equal PTX."""
 
+import ast
 import importlib.util
 import itertools
 import sys
+from collections import namedtuple
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -11,7 +14,7 @@ from compare_ptx import ptx_of, without_names
 import fa_numba
 from fa_numba import device
 from fa_numba.device.front_end import without_repeats
-from fa_numba.device.program_digest import Unknown, program_of
+from fa_numba.device.program_digest import Unknown, program_of, template
 from fa_numba.host.planning import planned
 
 PARTS = '''"""Words."""
@@ -187,6 +190,44 @@ def test_a_value_that_no_digest_is_made_of(made):
     kernel.function.__globals__["uint32"] = Other()
     with pytest.raises(Unknown, match="Other"):
         program_of(kernel)
+
+
+def test_a_keyword_of_a_function_whose_source_is_not_read_counts_by_its_name(made):
+    names = ("float32(y * STEP)", "float32(value=y * STEP)", "float32(other=y * STEP)")
+    found = [program_of(made(edited([(names[0], name)]))).digest for name in names]
+    assert len(set(found)) == 3
+
+
+class OneField(NamedTuple):
+    a: int = 1
+
+
+class OtherDefault(NamedTuple):
+    a: int = 2
+
+
+def test_a_named_tuples_class_counts_by_its_fields_and_defaults(made):
+    """A class of another package that only has `_fields` counts by its name."""
+    found = []
+    for value in (
+        OneField,
+        OtherDefault,
+        namedtuple("OneField", "a"),
+        namedtuple("O", "b"),
+        ast.Name,
+    ):
+        kernel = made(TEXT)
+        kernel.function.__globals__["uint32"] = value
+        found.append(program_of(kernel).digest)
+    assert len(set(found)) == 5
+
+
+@pytest.mark.parametrize("arguments", ["x, y={}", "x, *, y={}"])
+def test_default_values_of_an_inner_function_count(arguments):
+    outer = "def outer():\n    def inner({}):\n        return x + y\n    return inner"
+    texts = [outer.format(arguments.format(n)) for n in (1, 2)]
+    one, two = (template(ast.parse(text).body[0]).text for text in texts)
+    assert one != two and one.replace("int:1", "int:2") == two
 
 
 def test_every_kernel_has_digests_and_they_tell_kernels_apart():
