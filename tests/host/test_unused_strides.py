@@ -154,3 +154,23 @@ def test_a_stride_that_an_index_uses_is_refused_before_the_launch():
     message = "q must have an address and strides that are multiples of 2 bytes"
     with devices.using("emulator"), pytest.raises(ValueError, match=message):
         fa_numba.attention(np.ndarray(q.shape, q.dtype, memory, 0, (0, 0, 775, 2)), k, v)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3])
+def test_a_tensor_map_has_the_elements_of_its_array_and_no_others(heads):
+    """Rows of neighbouring heads lie together; boxes have as many rows in all."""
+    x = np.arange(2 * 6 * 10 * 64, dtype=np.float16).reshape(2, 10, 6, 64).swapaxes(1, 2)
+    layout = TiledArray(x, 12, "float16", heads).layout
+    together = x.reshape(2, 6 // heads, heads, 10, 64).swapaxes(2, 3)
+    together = together if heads > 1 else x
+    assert layout.shape == together.shape
+    found = np.lib.stride_tricks.as_strided(x, layout.shape, layout.strides)
+    np.testing.assert_array_equal(found, together)
+    assert np.prod(layout.box) == 12 * 64 and layout.box[:3] == (1, 1, 12 // heads)
+
+    ends = TiledArray(x, 12, "float16", heads, ends=True).layout
+    batch, head, row = ends.steps
+    assert ends.shape[1] == 1 + batch + (6 // heads - 1) * head + 10 * row
+    step = ends.strides[1]
+    assert [n * step for n in ends.steps] == [x.strides[0], heads * x.strides[1], x.strides[2]]
+    assert ends.shape[3:] == together.shape[3:] and ends.box == layout.box

@@ -356,3 +356,14 @@ def test_more_rows_than_32_bits_count(new, most, name):
     append.check_rows(MAX_SEQLEN, MAX_SEQLEN)
     with pytest.raises(ValueError, match=f"{name}.* must have at most {MAX_SEQLEN} rows, got"):
         append.check_rows(new, most)
+
+
+def test_the_rows_of_all_pages_of_a_sequence_are_counted(monkeypatch):
+    """Of four pages of 16 rows, 64, whichever of them are used."""
+    _, pages, added, before = begun("float32", (1, 1, 1, 1, 20, 4), (20,), (3,), 16)
+    table = np.arange(4, dtype=np.int32)[None] % len(pages[0])
+    monkeypatch.setattr(append, "MAX_SEQLEN", 64)
+    fa_numba.append_kv(*pages, *added, table, before)
+    monkeypatch.setattr(append, "MAX_SEQLEN", 63)
+    with pytest.raises(ValueError, match="block_table lists .* must have at most 63 rows, got 64"):
+        fa_numba.append_kv(*pages, *added, table, before)

@@ -328,6 +328,12 @@ def test_comparing_row_and_column_is_of_what_lies_between():
         (lambda s, b, h, i, j: s / (40 - j), True),
         (lambda s, b, h, i, j: s + i % (40 - j), True),
         (lambda s, b, h, i, j: s + math.log(40 - j), True),
+        # Whatever the function does later.
+        (lambda s, b, h, i, j: math.exp(s / (40 - j)) + steps[h], True),
+        (lambda s, b, h, i, j: math.tanh(s + i % (40 - j)) + j // 2, True),
+        (lambda s, b, h, i, j: math.sin(math.log(40 - j)) + steps[h], True),
+        (lambda s, b, h, i, j: math.cos(steps[i % 9]) + steps[h], True),
+        (lambda s, b, h, i, j: math.exp(s ** (40 - j)) + steps[h], True),
     ],
 )
 def test_which_functions_are_called_inside_of_the_matrix_alone(function, alone):

@@ -144,7 +144,7 @@ def test_values_and_slopes_where_float32_overflows(name):
     function = random_functions.function_of(text, {"math": math, "w": W})
     executed = Executed("score_mod", function, single=True)
     one = np.float32(1)
-    both = executed.of_score(executed.mod.both, one, one)
+    both, alone = (executed.of_score(x, one, one) for x in (executed.mod.both, executed.mod.value))
     with np.errstate(all="ignore"):
         for score in np.float32(SCORES):
             x = float(score)
@@ -153,6 +153,7 @@ def test_values_and_slopes_where_float32_overflows(name):
             found = both(score, 0, 0, 0, 0)
             size = 1 + abs(np.array(wanted))
             assert (abs(np.subtract(found, wanted)) < 1e-5 * size).all(), (x, found, wanted)
+            assert alone(score, 0, 0, 0, 0) == found[0], x  # as the forward pass has it
 
 
 def test_a_power_of_an_exponential_has_a_finite_slope_while_it_is_finite():
