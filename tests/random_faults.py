@@ -14,6 +14,9 @@ COSTLY are not in the map. A fault is then tried as follows:
   LONGEST seconds. Of a parametrized test, the first case runs before the other cases.
 
 FOLDER keeps the map. A second draw records only the test files that have changed.
+
+With the word `survivors` in the place of COMMIT, the command tries the faults in host code that
+`survivors.csv` lists without a proof.
 """
 
 from __future__ import annotations
@@ -51,7 +54,7 @@ COSTLY = (
         f"tests/kernels/test_{name}.py"
         for name in (
             *("compile", "cards", "language", "twins", "calls", "checks", "mma", "mma_swizzle"),
-            *("every_option", "random_calls", "random_functions", "passes", "overflow", "scales"),
+            *("every_option", "random_calls", "random_functions", "passes", "scales"),
             *("swizzle", "value_dim", "precision", "dropout"),
         )
     ),
@@ -156,7 +159,7 @@ class Planter:
         import mutants
 
         items = {item.nodeid: item for item in session.items}
-        sites = drawn(self.faults["seed"], self.faults["count"])
+        sites = {number: site_of(*name) for number, name in self.faults["names"]}
         noticing = []
         for number, names in self.faults["tests"][self.mine]:
             chosen = [items[name] for name in names if name in items]
@@ -297,6 +300,30 @@ def drawn(seed, count):
     return random.Random(seed).sample([*itertools.chain(*every)], count)
 
 
+def unproved():
+    """Return the faults in host code that `survivors.csv` lists without a proof."""
+    import test_mutants
+
+    rows = (name for name, row in test_mutants.rows().items() if not row["proof"])
+    return [
+        site_of(*name)
+        for name in rows
+        if name[0].startswith(AREAS) and not name[0].startswith("fa_numba.parts")
+    ]
+
+
+def site_of(module, *name):
+    """Return a fault by its name, as `test_mutants.named` gives it."""
+    import mutants
+    import test_mutants
+
+    rules = (*mutants.RULES, mutants.forget)
+    of_module = (mutants.sites_of(module, kinds) for kinds in (rules, mutants.RULES))
+    return next(
+        site for site in itertools.chain(*of_module) if test_mutants.named(site) == (module, *name)
+    )
+
+
 def row_of(site):
     """Return what `survivors.csv` says of a fault, or None."""
     import test_mutants
@@ -311,7 +338,7 @@ def _said(site):
 
 def main(given=None):
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    parser.add_argument("commit", help="a commit's hash, the seed of the draw")
+    parser.add_argument("commit", help="a commit's hash, the seed of the draw; or 'survivors'")
     parser.add_argument("--count", type=int, default=60, help="the number of faults")
     folder = Path(tempfile.gettempdir()) / "random_faults"
     parser.add_argument("--folder", type=Path, default=folder, help="keeps the map")
@@ -320,11 +347,13 @@ def main(given=None):
     given = parser.parse_args(given)
     import test_mutants
 
-    seed = int(given.commit[:8], 16)
-    sites = dict(enumerate(drawn(seed, given.count)))
+    listed = given.commit == "survivors"
+    sites = dict(enumerate(unproved() if listed else drawn(int(given.commit[:8], 16), given.count)))
     sites = {n: sites[n] for n in given.only or sites}
     given.folder.mkdir(parents=True, exist_ok=True)
-    found = {number: row_of(site) for number, site in sites.items() if row_of(site)}
+    found = {}
+    if not listed:
+        found = {number: row_of(site) for number, site in sites.items() if row_of(site)}
     for number, how in found.items():
         print(f"{number}\t{how}\t{_said(sites[number])}", flush=True)
     left = [n for n in sites if n not in found]
@@ -336,7 +365,8 @@ def main(given=None):
         tests = mapped(given.folder, given.jobs) if others else []
         names = {n: chosen(sites[n], tests) for n in others}
         shares = [[(n, names[n]) for n in others[k :: given.jobs]] for k in range(given.jobs)]
-        told = {"seed": seed, "count": given.count, "tests": shares, "results": str(results)}
+        told = {"tests": shares, "results": str(results)}
+        told["names"] = [(n, test_mutants.named(sites[n])) for n in others]
         (Path(scratch) / "faults").write_text(json.dumps(told))
         processes = []
         for k, share in enumerate(shares):
