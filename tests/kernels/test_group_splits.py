@@ -129,6 +129,9 @@ def test_auto_takes_the_number_that_ends_first():
     assert chosen(1, 1, 8192, B=1) == 2 and chosen(1, 1, 8192, B=1, causal=True) == 4
     assert chosen(4, 4, B=1, causal=True) == 2 and chosen(1, 1, 32768, B=1) == 1
     assert chosen(1, 1, B=1, softcap=2.0) == 1 < chosen(1, 1, B=1)
+    # The parts of dK and dV grow with columns times heads, and are read and added up.
+    assert chosen(16, 4, 2048, B=4, causal=True) == chosen(16, 1, 8192, B=4, causal=True) == 1
+    assert chosen(6, 2, 1024, 64, B=4) == 3
     # Enough blocks; a window as long for each tile; nothing to share.
     assert chosen(32, 8, B=8, causal=True) == chosen(window=(256, 0)) == chosen(8, 8, B=1) == 1
     assert chosen(d=136, causal=True) == chosen(causal=True, unit="mma") == 1

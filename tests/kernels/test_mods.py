@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import random_functions
 from backward_helpers import check_gradients, random_gradients
 from conftest import examples
 from helpers import check, random_inputs, running
@@ -529,6 +530,24 @@ def test_a_mask_is_a_truth_value():
     with pytest.raises(ValueError, match="score_mod must return a number, got True or False, in a"):
         mods.captured("score_mod", lambda s, b, h, i, j: i == j)
     assert written(lambda b, h, i, j: i & 4, "mask_mod")(0, 0, 5, 0) is True
+
+
+@pytest.mark.parametrize("operator", ["&", "|", "^"])
+def test_bits_of_integers_and_truth_values_are_pythons(operator):
+    """Two truth values give a truth value, anything else an integer, which ~ and - take."""
+    pairs = (("i", "6"), ("i", "(j == 2)"), ("(i > 4)", "j"), ("(i > 4)", "(j == 2)"))
+    for left, right in pairs:
+        bits = f"({left} {operator} {right})"
+        of_truths = isinstance(eval(bits, {"i": 5, "j": 2}), bool)
+        forms = (f"{bits} * 2",) if of_truths else (f"~{bits}", f"-{bits} // 3")
+        for form in forms:
+            function = random_functions.function_of(
+                f"def mod(s, b, h, i, j):\n    return s + {form}\n", {}
+            )
+            executed = random_functions.Executed("score_mod", function)
+            for i, j in ((5, 2), (2, 5), (0, 0), (9, 2)):
+                found = executed.of_score(executed.mod.value)(0.5, 0, 0, i, j)
+                assert found == function(0.5, 0, 0, i, j), (form, i, j)
 
 
 def test_a_derivative_needs_its_function():

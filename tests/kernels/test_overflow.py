@@ -9,6 +9,7 @@ from backward_helpers import check_gradients, random_gradients
 from random_functions import Executed
 
 from fa_numba import Tiles
+from fa_numba.mods import slopes
 
 W = 0.7
 SCORES = [0.0, 0.5, -2.0, 20.0, -20.0, 43.5, 60.0, -60.0, 88.2, -88.2, 88.5, -88.5, 88.7, -88.7]
@@ -215,3 +216,54 @@ def test_a_logarithm_that_is_not_known_stays_as_it_is():
                 values[1](one * score, 0, 0, 0, 0)[0],
             ]
         assert found == pytest.approx([wanted, wanted], rel=1e-6)
+
+
+# --- rules of derivatives, at scores where nothing overflows -----------------------------------
+
+GROWING = ("math.exp(score)", "math.expm1(score)", "math.cosh(score)", "2.0 ** score", "score ** 3")
+# Of positive elements w; log and quotients have rules of their own where exponentials take part.
+BY_ELEMENTS = (
+    "math.log(math.exp(score) + w[h])",
+    "math.log1p(w[h] * math.exp(score))",
+    "math.log2(math.exp(score) - w[h] / 8)",
+    "math.exp(score) / (w[h] + math.exp(score))",
+    "math.log(w[h] ** score)",
+    "(w[h] - math.exp(score)) / (1 + math.exp(w[h] * score))",
+    "math.log(2.0 ** (score * w[h]) + 1)",
+)
+
+
+def by_score(function, x):
+    return lambda step: function(x + step, 0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("name", slopes.OF_MATH)
+def test_each_function_of_each_value_that_grows_has_its_slope(name):
+    for inner in GROWING:
+        text = f"def mod(score, b, h, i, j):\n    return math.{name}({inner})\n"
+        function = random_functions.function_of(text, {"math": math})
+        executed = Executed("score_mod", function, single=True)
+        one = np.float32(1)
+        for x in (0.3, 0.9):
+            value, slope = executed.of_score(executed.mod.both, one, one)(np.float32(x), 0, 0, 0, 0)
+            wanted, error = random_functions.differences(by_score(function, x))
+            assert value == pytest.approx(function(x, 0, 0, 0, 0), rel=1e-5, abs=1e-6), inner
+            assert slope == pytest.approx(wanted, rel=1e-4, abs=1e-5 + error), (inner, x)
+
+
+@pytest.mark.parametrize("form", BY_ELEMENTS)
+def test_slopes_by_elements_beside_exponentials(form):
+    w, one = np.float32([0.0, 1.75]), np.float32(1)
+    text = f"def mod(score, b, h, i, j):\n    return {form}\n"
+    executed = Executed(
+        "score_mod", random_functions.function_of(text, {"math": math, "w": w}), True
+    )
+    for x in (-0.75, 1.5):
+        found = executed.gradients([(np.float32(x), one, 0, 1, 0, 0)])["w"]
+
+        def shifted(step, x=x):
+            moved = {"math": math, "w": np.array([0.0, 1.75 + step])}
+            return random_functions.function_of(text, moved)(x, 0, 1, 0, 0)
+
+        wanted, error = random_functions.differences(shifted)
+        assert found[0] == 0 and found[1] == pytest.approx(wanted, rel=1e-4, abs=1e-5 + error)
