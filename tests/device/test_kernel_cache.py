@@ -310,6 +310,14 @@ def test_parts_of_parts_are_in_the_key():
     assert key_made_with(Parts(first="return -x"), nested) != kept
 
 
+def test_a_function_inside_may_take_the_kernels_own_variables():
+    """A variable that both use is no value from outside."""
+    body = "n = 2; A[0] = (lambda x: p.first(x) * n)(A[0]) + n"
+    found = {key_made_with(Parts(first=f"return x + {n}"), body) for n in (1, 2)}
+    assert len(found) == 2
+    assert key_made_with(Parts(first="return x + 1"), body.replace("n = 2", "n = 3")) not in found
+
+
 def test_a_namespace_that_holds_what_is_unknown_is_never_kept():
     namespace = ModuleType("fa_numba.made_up")
     namespace.first = [1]

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from compare_ptx import ptx_of, without_names
+from numba import types
 
 import fa_numba
 from fa_numba import device
@@ -79,6 +80,8 @@ EQUAL = {
     "keywords": [("x, y=2, z=1", "x, a=2, b=1"), ("y * ", "a * "), ("(z)", "(b)"),
                  ("z=float32", "b=float32"), ("y=uint32", "a=uint32")],
     "names": [("helper", "renamed"), ("kernel", "other"), ("same", "as_is"), ("doubled", "twice")],
+    "decorators": [("def helper(", "@device_function\ndef helper("),
+                   ("device_function(helper)", "helper")],
     "outer names": [("STEP", "PACE"), ("rounds", "turns"), ("inner", "part")],
 }  # fmt: skip
 UNLIKE = {
@@ -220,6 +223,20 @@ def test_a_named_tuples_class_counts_by_its_fields_and_defaults(made):
         kernel.function.__globals__["uint32"] = value
         found.append(program_of(kernel).digest)
     assert len(set(found)) == 5
+
+
+def test_types_of_a_named_tuples_members_count(made):
+    found = []
+    for members in (
+        [types.int32],
+        [types.float32],
+        [types.int64],
+        [types.NamedTuple([types.int32], OneField)],
+    ):
+        kernel = made(TEXT)
+        kernel.function.__globals__["uint32"] = types.NamedTuple(members, OneField)
+        found.append(program_of(kernel).digest)
+    assert len(set(found)) == 4
 
 
 @pytest.mark.parametrize("arguments", ["x, y={}", "x, *, y={}"])
