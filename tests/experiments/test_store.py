@@ -189,6 +189,17 @@ def test_what_no_measurement_gives_is_kept_as_a_failure(tmp_path):
     assert failed.note == f"here; failed: {why}"
 
 
+@pytest.mark.parametrize("turn", [1, -1])
+def test_a_recordings_text_does_not_depend_on_the_order_of_its_facts(tmp_path, turn):
+    store = Store(tmp_path)
+    facts = [*provenance(report.MACHINE).items(), ("gpu", {"b": 1, "a": 2})][::turn]
+    recorder = Recorder(store, "speed", lambda machine: dict(facts))
+    recorder.add(row())
+    recorder.finish(complete=True)
+    text = store.path("speed", report.MACHINE, ".json").read_text()
+    assert text == json.dumps(json.loads(text), indent=2, sort_keys=True) + "\n"
+
+
 def test_published_figures_are_whole():
     lines = published_numbers._lines()
     assert len({tuple(line) for line in lines}) == 1

@@ -18,7 +18,7 @@ from test_merge import parts_of
 import fa_numba
 from fa_numba import Tiles
 from fa_numba import device as devices
-from fa_numba.host import blocks
+from fa_numba.host import arrays, blocks
 
 SIZES = B, Hq, Hk, Nq, Nk, d = 2, 2, 1, 5, 9, 8
 Q, K = (B, Hq, Nq, d), (B, Hk, Nk, d)
@@ -438,6 +438,24 @@ def test_dropout_without_a_seed_draws_one_from_torch(gpu, attention, torch):
 
 SINKS = np.linspace(-1, 1, Hq, dtype=np.float32)
 TABLES = np.random.default_rng(4).standard_normal((2, Hq, Nq + Nk), np.float32)
+
+
+@pytest.mark.parametrize(
+    "names, instead",
+    [
+        (("outputs[0]", "lses[12]"), "call fa_numba.torch.merge instead, or pass "),
+        (
+            ("q", "k", "v", "bias", "attn_mask", "sinks", "w in score_mod, a lambda,"),
+            "call fa_numba.torch.attention instead, or pass ",
+        ),
+        (("x", "dout", "k_pages", "new_lens", "w in mask_mod, a lambda,"), "pass "),
+    ],
+)
+def test_what_to_do_with_a_gradient_that_is_not_computed(names, instead):
+    for name in names:
+        said = arrays._instead(name)
+        variable = name.partition(" ")[0]
+        assert said == f"{instead}{variable}.detach(), or call it under torch.no_grad()"
 
 
 @pytest.mark.parametrize("algorithm", ["fa1", "fa2"])
