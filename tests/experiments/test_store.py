@@ -219,7 +219,9 @@ def test_an_unknown_published_item_is_refused_with_what_there_is(wanted, values)
     said = ", ".join(f"{name}={text!r}" for name, text in wanted.items())
     with pytest.raises(StoreError) as error:
         published_numbers.lookup(**wanted)
-    assert str(error.value).startswith(f"{published_numbers.FILE} has no line with {said}; {values}, ")
+    assert str(error.value).startswith(
+        f"{published_numbers.FILE} has no line with {said}; {values}, "
+    )
 
 
 def test_a_published_number_is_one_line():
