@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="processes per case and version")
     parser.add_argument("--out", type=Path, help="a CSV file for the rows")
     options = parser.parse_args()
-    trees = {"this": ROOT} | ({"base": options.base.resolve()} if options.base else {})
+    trees = {"new": ROOT} | ({"base": options.base.resolve()} if options.base else {})
     runs = [(n, case, name) for n in range(options.rounds) for case in CASES for name in trees]
     rows: list[list[object]] = []
     with ThreadPoolExecutor(2) as pool:

@@ -170,19 +170,21 @@ def test_the_emulators_times_are_those_of_the_file():
 
 
 def test_the_times_of_a_first_call_are_those_of_the_file():
-    with open(ROOT / "tests" / "data" / "compile_time.csv") as file:
+    with open(ROOT / "tests" / "data" / "first_calls.csv") as file:
         rows = list(csv.DictReader(file))
-    seconds = {stage: [] for stage in dict.fromkeys(row["stage"] for row in rows)}
-    for row in rows:
-        seconds[row["stage"]].append(row["seconds"])
     page = (ROOT / "CONTRIBUTING.md").read_text()
-    assert all(f" | {' | '.join(each)} |\n" in page for each in seconds.values())
-    parts = [
-        x for stage, x in seconds.items() if stage not in ("import", "compile", "compile before")
-    ]
-    for whole, *stages in zip(seconds["compile"], *parts, strict=True):
-        assert float(whole) == pytest.approx(sum(map(float, stages)), abs=0.05)
-        assert 1.0 <= float(whole) < 3.5  # the one to three of fa_numba/guide.md
+    cases = dict.fromkeys(row["case"] for row in rows)
+    assert len(cases) == 5
+    for case in cases:
+        cells = []
+        for tree in ("new", "base"):
+            for column in ("forward_s", "backward_s"):
+                some = [x for x in rows if (x["case"], x["tree"]) == (case, tree)]
+                first, middle, last = sorted(float(x[column]) for x in some)
+                cells.append(f"{middle:.1f} ({first:.1f} to {last:.1f})")
+        assert f" | {' | '.join(cells)} |\n" in page, case
+    slowest = max(float(row["forward_s"]) for row in rows if row["tree"] == "new")
+    assert 1.4 <= slowest < 4.5  # the "two to four seconds" of fa_numba/guide.md
 
 
 @pytest.mark.parametrize("Nq, Nk", [(20, 12), (12, 20), (16, 16)])
