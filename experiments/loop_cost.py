@@ -361,11 +361,11 @@ def table(rows: Sequence[Row], units: Sequence[str] = UNITS) -> Table | None:
     )
     if HOPPER in units:
         caption = (
-            f"![From FA-1 to FA-2 by wgmma](figures/loop_cost_hopper.png)\n\n{caption} "
-            "On wgmma, all forward steps except the first step use FA-2's tiles. The column "
-            "*tiles* contains the ratio *time of FA-1 with FA-1's own tiles / time of FA-1 with "
-            "FA-2's tiles*. The column *total* contains the ratio *time of FA-1 with FA-1's own "
-            "tiles / time of FA-2*."
+            f"![From FA-1 to FA-2 by wgmma](figures/loop_cost_hopper.png)\n\n{caption} On wgmma, "
+            "all forward steps from FA-1 to FA-2 except the first step use FA-2's tiles. The "
+            "column *tiles* contains the ratio *time of FA-1 with FA-1's own tiles / time of FA-1 "
+            "with FA-2's tiles*. The column *total* contains the ratio *time of FA-1 with FA-1's "
+            "own tiles / time of FA-2*."
         )
     what = (
         f"The next table shows each step from FA-1 to FA-2 in detail ({_said(*example, units)}). A "

@@ -343,9 +343,9 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
         "per element of S. Standard attention writes S, reads S, writes P and reads P in global "
         f"memory.{_long(rows)} FA-1 and FA-2 keep S and P on the chip. The column *NaN in "
         f"softmax(x + {TOO_LARGE:g})* contains the number of NaN in a result of {QUICK_LENGTHS[0]} "
-        "elements. A column *fastest / safe* contains the largest ratio, over all vector lengths, "
-        "of the softmax's speed to the speed of safe softmax. The brackets after a ratio *fastest "
-        "/ safe* contain the vector length V with the largest ratio."
+        "elements. A column *fastest / safe* contains the largest ratio *speed of the softmax / "
+        "speed of safe softmax* over all vector lengths. The brackets after a ratio *fastest / "
+        "safe* contain the vector length V with the largest ratio."
     )
     return tables.of(caption, header, lines)
 

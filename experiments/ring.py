@@ -315,7 +315,7 @@ def break_even_table(rows: Sequence[Row]) -> tables.Table | None:
     caption = (
         "The table of equal traffic shows the ratio Hk Nk / (Hq Nq) at which sending Q and "
         "sending K and V take equally many bytes. If a call's ratio Hk Nk / (Hq Nq) is larger "
-        "than in the table of equal traffic, sending Q takes fewer bytes than sending K and V. In "
+        "than the ratio for equal traffic, sending Q takes fewer bytes than sending K and V. In "
         "the ratio Hk Nk / (Hq Nq), Hk and Hq are the numbers of heads of K and of Q. In the "
         "ratio Hk Nk / (Hq Nq), Nk and Nq are the numbers of rows of K and of Q. The ratios in "
         "the table of equal traffic are not measured, but computed from closed forms, for calls "

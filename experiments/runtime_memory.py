@@ -343,7 +343,7 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
     if {"time", "memory"} <= longest.keys() and not any(r.failed for r in longest.values()):
         seconds, beside = longest["time"].number / 1e3, longest["memory"].number
         caption += (
-            f" With batch 1 and N={LONGEST}, FA-2 on its fastest unit takes {seconds:.1f} s "
+            f" With batch 1 and N={LONGEST}, FA-2 on the fastest unit takes {seconds:.1f} s "
             f"and uses {beside:.0f} MiB in addition to q, k, v and dout."
         )
     return tables.of(caption, header, lines)

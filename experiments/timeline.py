@@ -272,7 +272,7 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
     caption = (
         "The table of tile moves counts the moves of tiles between global memory and the chip, in "
         "a forward call of one head in fp32. In the table of tile moves, the columns *bytes* "
-        "contain the sum over all moves of an array, as traced on the emulator and as computed by "
-        "the closed form."
+        "contain the sum over all moves of an array, by the emulator's trace and by the closed "
+        "form."
     )
     return tables.of(caption, header, lines)

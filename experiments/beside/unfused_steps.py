@@ -238,8 +238,8 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
     header = ["step", "published, ms (PyTorch, A100)", "torch, ms", "ours, ms"]
     caption = (
         "The table of attention steps contains the time of each step of a forward call in fp16, "
-        "with N=1024, d=64, 16 heads, batch 64, a causal mask and dropout 0.1. In the table of "
-        "attention steps, our standard attention has three kernels: for Q K^T with the scale and "
-        "the mask, for the softmax with the dropout, and for P V."
+        "with N=1024, d=64, 16 heads, batch 64, a causal mask and dropout 0.1. Our standard "
+        "attention has three kernels: Q K^T with the scale and the mask, the softmax with the "
+        "dropout, and P V."
     )
     return tables.of(caption, header, lines)

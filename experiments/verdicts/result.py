@@ -104,15 +104,13 @@ def sentences(found: Evidence) -> str:
         f"{masked or 'no'} calls with a causal mask.\n\n"
         + markdown(["K/V outer / Q outer", *WORDS.values()], lines)
         + f"\n\n- By the hardware counters, L2 moves {of_accesses()} times the bytes that the "
-        "kernels load and store by the closed forms.\n"
-        "- For every column tile, K/V outer reads and writes O and the softmax statistics l and m "
-        "of all rows. With K/V outer, O, l and m of all rows do not fit in L2, so DRAM moves O, l "
-        "and m for every column tile.\n"
-        "- For every row tile, Q outer reads K and V of a head again. With Q outer, K and V of the "
-        "heads that run at the same time fit in L2.\n"
-        "- On the grid of FA-1's paper, FA-1 has one thread block per batch entry and head. At "
-        "equal work, the time of FA-1 on the paper's grid grows if there are fewer batch entries "
-        "and heads.\n"
+        "kernels load and store by the closed forms.\n- For every column tile, K/V outer reads "
+        "and writes O and the softmax statistics l and m of all rows. With K/V outer, O, l and m "
+        "of all rows do not fit in L2, so DRAM moves O, l and m for every column tile.\n- For "
+        "every row tile, Q outer reads K and V of the tile's head again. With Q outer, K and V of "
+        "the heads that run at the same time fit in L2.\n- On the grid of FA-1's paper, FA-1 has "
+        "one thread block per batch entry and head. At equal work, the time of FA-1 on the "
+        "paper's grid grows if there are fewer batch entries and heads.\n"
     )
 
 

@@ -131,17 +131,17 @@ def test_the_size_that_fits_lies_between_two():
 def test_the_table(tmp_path):
     rows = [row for row in synthetic() if (row.seqlen_q, row.head_dim) == (512, 64)]
     store = recorded(tmp_path, cache.NAME, rows)
-    assert "No call with these tiles was measured." in report.text(cache.NAME, store)
+    assert "No call with the tiles of the L2 model was measured." in report.text(cache.NAME, store)
     fields = {"experiment": "io_vs_seqlen", "source": "dram", "metric": "traffic", "note": ""}
     recorded(tmp_path, "io_vs_seqlen", [
         replace(row, machine=report.MACHINE, value=(2 - n) * row.value, **fields)
         for n, row in enumerate(r for r in rows if r.place == "H200" and r.dtype == "float32")
     ])  # fmt: skip
     text = report.text(cache.NAME, store)
-    said = "For 1 of 2 measured calls, the model's DRAM bytes differ from the measured bytes by at "
-    assert f"{said}most 5%." in text
-    said = "For FA-1 (K/V outer), fp32, d=64 and N=512, the model's DRAM bytes are 50% below the "
-    assert f"{said}measured bytes. With an L2 of " in text
+    said = "For 1 of 2 measured calls, the DRAM bytes of the L2 model differ from the measured "
+    assert f"{said}DRAM bytes by at most 5%." in text
+    said = "For FA-1 (K/V outer), fp32, d=64 and N=512, the L2 model's DRAM bytes are 50% below "
+    assert f"{said}the measured DRAM bytes. If the L2 model had " in text
     (line,) = [line for line in text.splitlines() if "| 512 | FA-2" in line]
     assert "| +0.0 % |" in line
 

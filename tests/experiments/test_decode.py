@@ -59,7 +59,7 @@ def test_the_table_has_shares_and_the_best_of_torch():
     header, *lines = cells(table.body)
     assert len(lines) == len(decode.SHOWN) <= 10
     large = [p for p in decode.problems(Options()) if decode.cache_bytes(p) >= decode.LARGE_BYTES]
-    assert f"For the {len(large)} measured problems" in table.caption
+    assert f"For the {len(large)} measured decoding problems" in table.caption
     assert "our best time is 1.17 to 1.17" in table.caption
     assert all(line[-3:] == ["8", "0.88", "1.17"] for line in lines)
     assert "FA-2 (wgmma), key splits" in header

@@ -85,7 +85,9 @@ def test_a_cache_changes_no_character_and_the_model_has_its_accesses(small):
         assert len(rows[-1].note.partition("; ")[2]) == 20
         steps = range(generate.PROMPT + 1, generate.LENGTH)
         rows += [row for n in steps for row in generate._modelled(series, n)]
-        assert "Of 22 numbers of bytes that the emulator counted, 22 equal" in generate._equal(rows)
+        assert "Of 22 byte counts of the emulator for text generation, 22 equal" in generate._equal(
+            rows
+        )
 
 
 @pytest.mark.parametrize("fault", ["a row is forgotten", "pages change places"])
@@ -148,6 +150,6 @@ def test_the_figure_and_the_table_take_any_part_of_the_rows():
     (line,) = [x for x in generate.table(whole).body.splitlines() if x.startswith("| 1024 |")]
     assert line.split(" | ")[1:3] == ["1,024,000", "1,048,576,000"]
     assert line.split(" | ")[5:7] == ["1.02", "1.05e+03"]
-    assert "0 of 80 characters differ" in generate.table(whole).caption
+    assert "0 of 80 generated characters differ" in generate.table(whole).caption
     assert "`1=1 (2+2)=4`" in generate.table(whole).caption
     assert generate.draw([]) is None and generate.table([]) is None

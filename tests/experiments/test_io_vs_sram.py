@@ -214,7 +214,7 @@ def test_the_table(module, tmp_path, monkeypatch):
     want = -1 if module is io_vs_sram else 2
     assert exponents == pytest.approx([want] * 3, abs=0.05)
     if module is io_vs_sram:
-        said = "FA-1 (tiles by line 1 of its algorithm) accesses fewer elements than standard "
+        said = "FA-1 (tiles by line 1 of FA-1's Algorithm 1) accesses fewer elements than standard "
         assert f"{said}attention (square blocks) from M = 1.3" in text
 
 

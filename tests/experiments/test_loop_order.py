@@ -167,7 +167,7 @@ def test_the_table_has_the_shortest_and_the_longest(tmp_path):
     assert len(lines) == 4
     times, ratios = ["6", "3", "2"], ["3.00", "1.50", "1.50"]
     assert ["fp32", "64", "no", "1024", "512", *times, *ratios, "1.50", "4.00"] in lines
-    assert "medians of 5 to 20 runs" in text and "numbers of all 4 measured problems" in text
+    assert "medians of 5 to 20 runs" in text and "*FA-1 / FA-2* of all 4 measured problems" in text
 
 
 def test_problems_are_the_options_or_the_experiments():
@@ -196,4 +196,4 @@ def test_hoppers_unit_is_drawn_where_it_was_measured():
         assert [len(draw(rows).axes) for rows in (old, new)] == [2, 3]
     without, table = (loop_order.table(rows) for rows in (old, new))
     assert table.body.count("| fp16, wgmma |") == 2 and "wgmma" not in without.body
-    assert "numbers of all 4 measured problems" in table.caption
+    assert "*FA-1 / FA-2* of all 4 measured problems" in table.caption

@@ -334,8 +334,8 @@ def test_tables_have_a_line_for_each_call():
     assert by["K, V travel: sent, MB"] == str(round(4 * 16 * 2**14 * 128 / 1e6))
     (line,) = (x for x in lines if x[:3] == ["fwd", "no", "1M"])
     assert dict(zip(head, line, strict=True))["one GPU, ms"] == "-"
-    said = "We counted the sent bytes of 48 calls, and 48 of the 48 counts equal the number that a"
-    assert f"{said} closed form predicts. " in ring.table(rows).caption
+    said = "We counted the sent bytes of 48 calls over several GPUs, and 48 of the 48 counts equal "
+    assert f"{said}the number that a closed form predicts. " in ring.table(rows).caption
     modelled = [row for row in rows if row.machine == MODEL]
     assert ring.table(modelled) is None and ring.model_table(modelled) is None
     assert "| 1024 | 1.507 | 0.836 |" in ring.break_even_table(modelled).body

@@ -673,9 +673,9 @@ def test_what_the_page_says_of_the_rings_model():
             (near if N >= 2**15 else short).append(abs(predicted / times[key] - 1))
     within = sum(off <= 0.05 for off in near)
     page = (report.TABLES / "ring.md").read_text().replace("\n", " ")
-    said = f"the model's time is within 5 % of the measured time for {within} of {len(near)} calls"
-    said += ". From N=32k to 512k, the largest difference between the model's time and the "
-    said += "measured time is "
+    said = "the modelled time of a call over two GPUs is within 5 % of the measured time for "
+    said += f"{within} of {len(near)} calls. From N=32k to 512k, the largest difference between "
+    said += "the modelled and the measured time of a call over two GPUs is "
     said += f"{100 * max(near):.0f} %"
     assert said in " ".join(page.split()) and np.median(short) > 0.25
     longest = "ring-kv", "fwd", False, 2**20

@@ -48,8 +48,8 @@ def clocks(run: Mapping[str, Any], experiment: str) -> str:
         return f"The GPU's clocks were not sampled during the experiment `{experiment}`"
     if not found["busy"]:
         return (
-            f"The SM clock during the calls of the experiment `{experiment}` is not known, because "
-            "the GPU was not busy in any sample of the SM clock (one sample per second)"
+            f"The SM clock during `{experiment}` is not known, because the GPU was not busy in any "
+            "sample of the clock (one sample per second)"
         )
     low, middle, high = (f"{x:.0f}" for x in found["SM clock, MHz"])
     span = f"was {low} MHz" if low == high else f"was {low} to {high} MHz (median {middle} MHz)"
