@@ -1,4 +1,4 @@
-"""The command line ``python -m fa_numba``, with the commands ``trace`` and ``plan``."""
+"""The command line ``python -m fa_numba``, and its commands."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from fa_numba.commands import plan, trace
+from fa_numba.commands import compile, plan, trace
 from fa_numba.commands.arguments import Parser
 from fa_numba.commands.ending import ended
 
-COMMANDS = (trace, plan)
+COMMANDS = (trace, plan, compile)
 
 
 def _has_experiments() -> bool:
@@ -29,7 +29,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="python -m fa_numba",
         description="Show how the two loop orders of FlashAttention compute the softmax, and which "
-        "kernels an attention call would launch. The commands need no GPU.",
+        "kernels an attention call would launch, or compile these kernels before a call needs "
+        "them. The commands need no GPU.",
         epilog=more,
     )
     parser.add_version("fa_numba")

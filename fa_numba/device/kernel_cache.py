@@ -141,10 +141,17 @@ def _compilers() -> tuple[tuple[str, str], ...]:
             found.append((name, metadata.version(name)))
     from cuda.bindings import driver, nvjitlink, nvvm
 
-    # Libraries of a system's CUDA toolkit are not Python packages.
-    for version in (nvvm.version, nvvm.ir_version, nvjitlink.version, driver.cuDriverGetVersion):
-        with contextlib.suppress(Exception):  # a missing library may raise any exception
-            found.append((version.__qualname__, repr(version())))
+    # Libraries of a system's CUDA toolkit are not Python packages. The driver links only if
+    # nvJitLink is missing. Else machines with different drivers, or without one, share kernels.
+    for versions in (
+        (nvvm.version,),
+        (nvvm.ir_version,),
+        (nvjitlink.version, driver.cuDriverGetVersion),
+    ):
+        for version in versions:
+            with contextlib.suppress(Exception):  # a missing library may raise any exception
+                found.append((version.__qualname__, repr(version())))
+                break
     return tuple(found)
 
 

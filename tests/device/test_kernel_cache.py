@@ -124,15 +124,31 @@ def test_what_compiles_a_kernel_is_in_its_key(monkeypatch):
         versions[name] = "2"
     from cuda.bindings import driver, nvjitlink, nvvm
 
-    for module, name in (
-        (nvvm, "version"), (nvvm, "ir_version"), (nvjitlink, "version"),
-        (driver, "cuDriverGetVersion"),
-    ):  # fmt: skip
-        monkeypatch.setattr(module, name, dict)  # which says {}
+    def missing():
+        raise OSError("no library")
+
+    for module, name, version in (
+        (nvvm, "version", dict),  # which says {}
+        (nvvm, "ir_version", dict),
+        (nvjitlink, "version", dict),
+        (nvjitlink, "version", missing),
+        (driver, "cuDriverGetVersion", list),
+    ):
+        monkeypatch.setattr(module, name, version)
         kernel_cache._compilers.cache_clear()
         found.append(key())
     kernel_cache._compilers.cache_clear()
     assert len(set(found)) == len(found)
+
+
+def test_the_driver_is_not_in_the_key_if_nvjitlink_links(monkeypatch):
+    """A login node without a driver compiles for nodes with a GPU."""
+    from cuda.bindings import driver
+
+    before = kernel_cache._compilers()
+    monkeypatch.setattr(driver, "cuDriverGetVersion", list)
+    kernel_cache._compilers.cache_clear()
+    assert kernel_cache._compilers() == before
 
 
 def test_each_file_of_the_package_is_in_the_key(monkeypatch, tmp_path):
