@@ -169,16 +169,16 @@ class Call:
         mask_mod.
         """
         function, b, h = self.mods[name], head.entry, head.number
-
-        def of_place(i: int, j: int) -> Any:
-            return function(b, h, i, j)
-
-        def of_score(score: Any, i: int, j: int) -> Any:
-            return function(score, b, h, i, j)
-
+        whole = np.broadcast_arrays(*args)
+        places = zip(*(x.ravel().tolist() for x in whole), strict=True)
         with np.errstate(all="ignore"):
-            of_one = of_place if len(args) == 2 else of_score
-            return np.vectorize(of_one, otypes=[dtype])(*args)
+            if len(args) == 2:
+                found = [function(b, h, i, j) for i, j in places]
+            else:
+                found = [function(score, b, h, i, j) for score, i, j in places]
+            values = np.empty(len(found), object)
+            values[:] = found
+            return values.astype(dtype).reshape(whole[0].shape)
 
     def _slope(self, S: Array, head: Head, rows: Array, columns: Array) -> Array:
         """Return the derivative of score_mod by score_mod_grad, or as a central difference."""

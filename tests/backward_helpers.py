@@ -29,10 +29,10 @@ from helpers import (
     place_of,
     product_squares,
     random_inputs,
-    remembered,
     running,
     to_numpy,
 )
+from remembered import remembered
 
 import fa_numba
 from fa_numba import device as devices

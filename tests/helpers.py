@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import inspect
 import math
 from contextlib import contextmanager
@@ -19,10 +17,11 @@ import numpy as np
 import numpy.ma  # noqa: F401  it reads the docstring of np.empty when it is first used
 import pytest
 from numba.extending import overload
+from remembered import remembered
 
 import fa_numba
-from fa_numba import Tiles, reference
 from fa_numba import device as devices
+from fa_numba import reference
 from fa_numba.choices.tiles import simt_tiles
 from fa_numba.emulator import compiling
 from fa_numba.masks import distance
@@ -358,57 +357,6 @@ def assert_counts(counts, plan):
     for kind in ("loads", "stores"):
         got, want = dict(getattr(counts, kind)), getattr(plan.accesses, kind)
         assert got == want, f"counts of {kind}: {got}, the closed form has {want}"
-
-
-# --- what is remembered ------------------------------------------------------------------------
-
-MOST_REMEMBERED, LARGEST = 256, 1 << 18  # results of a function, and bytes of a call's arrays
-
-
-def remembered(function):
-    """The function, which computes once what it returns of equal arguments: several ways to one
-    result are held against the same float64 arrays. A call with a function among its options is
-    made each time, as the arrays that the function captures may change.
-    """
-    known: dict = {}
-
-    @functools.wraps(function)
-    def of(*arguments, **options):
-        key = _as_key((arguments, sorted(options.items())))
-        if key is None:
-            return function(*arguments, **options)
-        if key not in known:
-            known[key] = _frozen(function(*arguments, **options))
-            if len(known) > MOST_REMEMBERED:
-                del known[next(iter(known))]
-        return known[key]
-
-    return of
-
-
-def _frozen(value):
-    """A result whose arrays cannot be changed."""
-    if isinstance(value, np.ndarray):
-        value.flags.writeable = False
-    parts = vars(value) if isinstance(value, SimpleNamespace) else value
-    if isinstance(parts, (tuple, list, dict)):
-        for part in parts.values() if isinstance(parts, dict) else parts:
-            _frozen(part)
-    return value
-
-
-def _as_key(value):
-    """A value that is equal for equal arguments, of any depth; None where there is none."""
-    if isinstance(value, np.ndarray):
-        if value.nbytes > LARGEST or value.dtype.hasobject:
-            return None
-        return value.dtype.name, value.shape, hashlib.blake2b(value.tobytes()).digest()
-    if isinstance(value, (tuple, list, dict)):
-        parts = value.items() if isinstance(value, dict) else value
-        keys = [_as_key(part) for part in parts]
-        return None if None in keys else (type(value), *keys)
-    plain = (bool, int, float, str, np.generic, Tiles, type(None))
-    return (type(value), repr(value)) if isinstance(value, plain) else None
 
 
 # --- the rounding of a float32 computation ---------------------------------------------------

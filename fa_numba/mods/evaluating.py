@@ -23,13 +23,15 @@ import numpy as np
 from fa_numba.emulator.lanes import maximum, minimum
 from fa_numba.emulator.namespace import CASTS, SETTLED
 
-from .source import Source
+from .source import LEAST, Source
 
 _int32 = CASTS["int32"]
 _INTEGER = (int, np.integer)  # i, j and elements of captured arrays are NumPy integers
 
 
 def _settled(made: Any) -> Any:
+    if made.__class__ is int and LEAST <= made <= -LEAST - 1:  # the most common case
+        return made
     return _int32(made) if isinstance(made, _INTEGER) else made
 
 
@@ -47,6 +49,8 @@ def _floor_divide(a: Any, b: Any) -> Any:
 
 
 def _modulo(a: Any, b: Any) -> Any:
+    if a.__class__ is b.__class__ is int and b:
+        return a % b
     return a % b if b and math.isfinite(a) and math.isfinite(b) else a - _floor_divide(a, b) * b
 
 

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+import remembered
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -123,6 +124,18 @@ def test_every_room_has_its_floor():
 
 def test_imports_go_down():
     assert upward(edges()) == []
+
+
+def test_stored_results_are_of_one_state_of_all_that_computes_them():
+    found, left = set(), [*remembered.COMPUTING]
+    while left:
+        name = left.pop()
+        if name not in found and name != "fa_numba":
+            found.add(name)
+            left += [x for x in imports(name) if x in MODULES]
+    folders = {MODULES[name].parent.relative_to(ROOT / "fa_numba").as_posix() for name in found}
+    assert {"fa_numba.masks", "fa_numba.dropout", "fa_numba.mods.evaluating"} <= found
+    assert {x.replace(".", "") for x in folders} == {*remembered.FOLDERS}
 
 
 def page_of_architecture():
