@@ -19,6 +19,7 @@ from .syntax import (
     is_pure,
     method,
     runtime,
+    statements_within,
 )
 
 
@@ -29,7 +30,7 @@ class Expressions(ast.NodeTransformer):
         self.count = 0
         self.doubles: dict[str, ast.Constant] = {}  # float literals, by the name that replaces them
         self.truths: set[str] = set()  # variables that may hold truth values
-        for each in ast.walk(function):
+        for each in statements_within(function):
             if isinstance(each, ast.Assign) and self.may_be_truth(each.value):
                 self.truths |= {x.id for x in each.targets if isinstance(x, ast.Name)}
 

@@ -81,12 +81,43 @@ def _rewrite(code: CodeType, masked: bool) -> tuple[CodeType, frozenset[str]]:
         raise ValueError(
             f"the emulator does not support {error} in a kernel, got {place}"
         ) from None
+    mentioned = _place(node)
     module = ast.Module(body=[node], type_ignores=[])
-    ast.fix_missing_locations(module)
     whole = compile(module, code.co_filename, "exec", dont_inherit=True)
     (function,) = [c for c in whole.co_consts if isinstance(c, CodeType) and c.co_name == name]
-    mentioned = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
     return function, frozenset(_names(function, mentioned))
+
+
+def _place(function: ast.FunctionDef) -> set[str]:
+    """Give each node without a line the line of the node above it, and return the names.
+
+    The lines are those of `ast.fix_missing_locations`.
+    """
+    mentioned: set[str] = set()
+    left: list[tuple[Any, tuple[int, int, int, int]]] = [(function, (1, 0, 1, 0))]
+    while left:
+        node, place = left.pop()
+        known = vars(node)
+        if node.__class__ is ast.Name:
+            mentioned.add(node.id)
+        if "lineno" in known:
+            if known.get("end_lineno") is None:
+                node.end_lineno = place[2]
+            if known.get("end_col_offset") is None:
+                node.end_col_offset = place[3]
+            place = node.lineno, node.col_offset, node.end_lineno, node.end_col_offset
+        elif node._attributes:
+            node.lineno, node.col_offset, node.end_lineno, node.end_col_offset = place
+        inside: list[Any] = []
+        for name in node._fields:
+            part = known.get(name)
+            if part.__class__ is list:
+                inside += part
+            elif isinstance(part, ast.AST):
+                inside.append(part)
+        # In the order of the fields: of a node at two places, the first one counts.
+        left += [(each, place) for each in reversed(inside) if isinstance(each, ast.AST)]
+    return mentioned
 
 
 def _names(code: CodeType, mentioned: set[str]) -> set[str]:

@@ -10,7 +10,7 @@ import dis
 import inspect
 import os
 import re
-from functools import cache
+from functools import cache, lru_cache
 from types import CodeType
 
 from .typed import lines_of
@@ -58,13 +58,39 @@ def assigned_name(code: CodeType, instruction: int) -> str | None:
 def definition(code: CodeType) -> ast.FunctionDef | None:
     """Return the syntax tree of the function with this code; None if there is no source."""
     first = code.co_firstlineno  # the line of the first decorator
-    lines = lines_of(code)[first - 1 :]
-    block = "".join(inspect.getblock(lines)) if lines else ""
+    lines = lines_of(code)
+    end = _ends(tuple(lines)).get((code.co_name, first))
+    block = lines[first - 1 : end] if end else inspect.getblock(lines[first - 1 :]) if lines else []
+    # Empty lines before the block, so that its lines have their numbers.
+    before = "if 1:\n" if block and block[0][:1].isspace() else "\n"
+    text = ("\n" * (first - 2) + before if first > 1 else "") + "".join(block)
     try:
-        tree = ast.parse("if 1:\n" + block if block[:1].isspace() else "\n" + block)
+        tree = ast.parse(text)
     except SyntaxError:
         return None
-    ast.increment_lineno(tree, first - 2)
     body = tree.body[0].body if tree.body and isinstance(tree.body[0], ast.If) else tree.body
     found = body[0] if body else None
     return found if isinstance(found, ast.FunctionDef) and found.name == code.co_name else None
+
+
+@lru_cache(maxsize=64)
+def _ends(lines: tuple[str, ...]) -> dict[tuple[str, int], int]:
+    """Return the last line of each function of a file by its name and its first line.
+
+    Return an empty dictionary for lines that are not Python, such as those of a notebook's cell.
+    """
+    try:
+        tree = ast.parse("".join(lines))
+    except SyntaxError:
+        return {}
+    found = {}
+    left: list[ast.AST] = [tree]
+    while left:
+        node = left.pop()
+        if isinstance(node, ast.FunctionDef) and node.end_lineno is not None:
+            first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
+            found[node.name, first] = node.end_lineno
+        for name in ("body", "orelse", "finalbody", "handlers", "cases"):
+            part = getattr(node, name, [])
+            left += part if isinstance(part, list) else []
+    return found

@@ -7,7 +7,7 @@ out which names statements assign, and whether statements return, break or conti
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 PREFIX = "_fa_"  # of the emulator's names in a rewritten function
 # Functions that neither access memory nor wait for other threads. Lanes that do not need their
@@ -100,6 +100,19 @@ def blocks(node: ast.stmt) -> list[list[ast.stmt]]:
     """Return the lists of statements inside a statement, such as the body of a loop."""
     found = [getattr(node, name, []) for name in ("body", "orelse", "finalbody")]
     return [] if isinstance(node, DEFINITIONS) else found
+
+
+def statements_within(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield all statements inside a node, those of inner functions too, in `ast.walk`'s order."""
+    level = [node]
+    while level:
+        inner: list[ast.AST] = []
+        for each in level:
+            for name in ("body", "handlers", "orelse", "finalbody", "cases"):
+                part = getattr(each, name, None)
+                inner += part if isinstance(part, list) else ()
+        yield from inner
+        level = inner
 
 
 def leaves(statements: Iterable[ast.stmt], kinds: tuple[type, ...] = LEAVING) -> bool:
