@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import functools
 import gc
 import importlib
 import os
@@ -111,6 +112,24 @@ def numbered(items, names):
     numbers = {}
     values = ([id(item.callspec.params[name]) for name in names] for item in items)
     return [numbers.setdefault(tuple(each), len(numbers)) for each in values]
+
+
+def pytest_sessionstart(session):
+    """With -q, a worker sends one report of a test that passes.
+
+    The reports of what comes before and after the test show nothing then.
+    """
+    if session.config.option.verbose < 0:
+        for plugin in session.config.pluginmanager.get_plugins():
+            if hasattr(plugin, "sendevent"):
+                plugin.sendevent = functools.partial(_send, plugin.sendevent)
+
+
+def _send(send, name, **given):
+    report = given.get("data", {}) if name == "testreport" else {}
+    passed = report.get("outcome") == "passed" and report["when"] != "call"
+    if name != "logstart" and not passed:
+        send(name, **given)
 
 
 def pytest_runtest_setup(item):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import threading
 from pathlib import Path
@@ -305,9 +306,14 @@ SOURCE = Path(fa_numba.__file__).parent / "torch.py"
 TEXT = SOURCE.read_text()
 
 
+@functools.lru_cache(maxsize=4)
+def _compiled(text):
+    return compile(text, str(SOURCE), "exec")
+
+
 def fa_numba_torch():
     """``fa_numba.torch`` of the torch that is imported now, apart from any other's."""
     module = ModuleType("fa_numba.torch_of_a_stand_in")
-    exec(compile(TEXT, str(SOURCE), "exec"), vars(module))
+    exec(_compiled(TEXT), vars(module))
     assert module.torch is _torch() and module.fa_numba is fa_numba
     return module
