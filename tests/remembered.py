@@ -138,8 +138,9 @@ def _database():
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{state()}.sqlite"
         path.touch()
-        others = sorted(folder.glob("*.sqlite"), key=lambda each: -each.stat().st_mtime)
-        for each in others[MOST_DATABASES:]:
+        others = [each for each in folder.glob("*.sqlite") if each != path]
+        others.sort(key=lambda each: -each.stat().st_mtime)
+        for each in others[MOST_DATABASES - 1 :]:
             each.unlink(missing_ok=True)
         return path
     return None
