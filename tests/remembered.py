@@ -29,9 +29,9 @@ MOST_REMEMBERED, LARGEST = 256, 1 << 18  # results of a function, and bytes of a
 MOST_DATABASES = 4  # the others are deleted, those first that were not used for longest
 SHORT = 5e-4  # seconds: what takes less time is not worth a place on disk
 # The modules whose functions compute the results, the folders of the package that contain them and
-# all that they import ("": the package's own files), and the files of `tests` that do.
+# all that they import (beside the package's own files), and the files of `tests` that do.
 COMPUTING = ("fa_numba.reference", "fa_numba.scores", "fa_numba.choices.tiles", "fa_numba.device")
-FOLDERS = ("", "choices", "device", "emulator", "io_model", "mods", "tiling")
+FOLDERS = ("choices", "device", "emulator", "io_model", "mods", "tiling")
 FILES = ("remembered.py", "helpers.py", "backward_helpers.py")
 FOLDER = kernel_cache.directory()  # before a test chooses another folder
 
@@ -117,8 +117,8 @@ def _plain(key):
 def state():
     """The digest of the code that computes the results."""
     package = HERE.parent / "fa_numba"
-    files = [file for name in FOLDERS for file in sorted((package / name).iterdir())]
-    files = [file for file in files if file.suffix in (".py", ".csv")]
+    files = [*package.iterdir(), *(x for name in FOLDERS for x in (package / name).rglob("*"))]
+    files = sorted(file for file in files if file.suffix in (".py", ".csv"))
     files += [HERE / name for name in FILES]
     digest = hashlib.sha256()
     for file in files:
