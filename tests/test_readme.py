@@ -4,6 +4,7 @@ import contextlib
 import csv
 import inspect
 import io
+import itertools
 import re
 import shlex
 from pathlib import Path
@@ -167,6 +168,25 @@ def test_the_emulators_times_are_those_of_the_file():
         before, after = row["before"], row["after"]
         ratio = f"{float(before) / float(after):.0f}" if before else ""
         assert f"| {row['call']} | {before} | {after} | {ratio} |\n" in page
+
+
+def test_the_speeds_of_float32_are_those_of_the_recording():
+    times = {}
+    with open(ROOT / "figures" / "data" / "speed" / "nvidia-h100-80gb-hbm3.csv") as file:
+        for row in csv.DictReader(file):
+            if (row["metric"], row["pass"]) == ("time", "fwd") and row["value"]:
+                case = int(row["head_dim"]), row["causal"] == "true", row["seqlen_q"]
+                times[(*case, row["series"])] = float(row["value"])
+    page = (ROOT / "fa_numba" / "guide.md").read_text()
+    for d, causal in itertools.product((64, 128), (False, True)):
+        cells = []
+        for series, digits in (("fa2-simt", 2), ("fa2-wgmma-fp16x3", 1)):
+            ratios = [
+                times[d, causal, n, "torch-efficient"] / times[d, causal, n, series]
+                for n in ("512", "1024", "2048", "4096", "8192", "16384")
+            ]
+            cells.append(f"{min(ratios):.{digits}f} to {max(ratios):.{digits}f}")
+        assert f"| {d} | {'causal' if causal else 'none'} | {' | '.join(cells)} |\n" in page
 
 
 def test_the_times_of_a_first_call_are_those_of_the_file():
