@@ -28,9 +28,9 @@ def _parser() -> argparse.ArgumentParser:
         more += " For measurements and figures, run python -m experiments --help."
     parser = Parser(
         prog="python -m fa_numba",
-        description="Show how the two loop orders of FlashAttention compute the softmax, and which "
-        "kernels an attention call would launch, or compile these kernels before a call needs "
-        "them. The commands need no GPU.",
+        description="Show how the two loop orders of FlashAttention compute the softmax (trace), "
+        "show which kernels an attention call would launch (plan), or compile kernels before "
+        "attention calls need the kernels (compile). The commands need no GPU.",
         epilog=more,
     )
     parser.add_version("fa_numba")

@@ -22,12 +22,13 @@ from fa_numba.problem import MAX_HEAD_DIM
 from fa_numba.typing import Passes
 
 NAME = "compile"
-HELP = "compile kernels for a list of shapes, in parallel, before calls need them"
+HELP = "compile kernels for a list of shapes, in parallel, before attention calls need the kernels"
 DESCRIPTION = """\
-Compile the kernels of attention calls in parallel, and store them on disk. Without this command,
-the first call with new shapes or options compiles its kernels, which takes some seconds. The
-kernels are compiled for every combination of the given values. No GPU is needed if you name one
-with --device, for instance on the login node of a cluster.
+Compile the kernels of attention calls in parallel, and store the kernels on disk. Without the
+command compile, the first call with new shapes or options compiles kernels, which takes some
+seconds. The command compile compiles kernels for every combination of the values that you give. If
+you name a GPU with --device, the command compile needs no GPU, and can run on the login node of a
+cluster.
 
 Example: python -m fa_numba compile --seqlen 1k 4k 16k --head-dim 64 128 --device H100"""
 
@@ -57,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         required=True,
         metavar="D",
-        help=f"head dimensions, 1 to {MAX_HEAD_DIM}",
+        help=f"head dimensions of q, k and v, 1 to {MAX_HEAD_DIM}",
     )
     calls.add_argument(
         "--dtype",
@@ -83,26 +84,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--causal",
         choices=tuple(_MASKS),
         default="both",
-        help="calls with a causal mask, without one, or both (default: both)",
+        help="compile for calls without a causal mask (no), with a causal mask (yes), or both "
+        "(default: both)",
     )
     calls.add_argument(
         "--passes",
         choices=tuple(_PASSES),
         default="both",
-        help="forward pass, backward pass, or both (default: both)",
+        help="compile for the forward pass (fwd), the backward pass (bwd), or both (default: both)",
     )
     calls.add_argument(
         "--algorithm",
         choices=ALGORITHMS,
         nargs="+",
         default=["fa2"],
-        help="algorithms of the calls (default: fa2)",
+        help="algorithms to compile: standard attention, fa1 or fa2 (default: fa2)",
     )
     calls.add_argument(
         "--unit",
         choices=("auto", *UNITS),
         default="auto",
-        help="which instructions multiply matrices (default: auto, as for a call)",
+        help="which instructions multiply matrices (default: auto, the unit that attention calls "
+        "choose)",
     )
     parser.add_argument(
         "--device",
@@ -114,7 +117,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--jobs",
         type=whole(1, 1024),
         metavar="N",
-        help="number of processes (default: one per CPU core)",
+        help="number of processes that compile (default: one per CPU core)",
     )
 
 
