@@ -150,3 +150,35 @@ def test_steps_of_integers_have_a_type():
                 assert (line, step[1]) in widened(tree), (file, step[0])
                 found += 1
     assert found
+
+
+def untyped_floats(tree):
+    """Yield (line, text) of float literals in functions that are not inside ``float32(...)``.
+
+    Python's floats are float64 on the GPU. A product with one makes the whole sum a float64, which
+    the emulator computes in float32 nonetheless.
+    """
+    for function in functions(tree):
+        typed = {
+            inner
+            for call in ast.walk(function)
+            if isinstance(call, ast.Call) and ast.unparse(call.func) == "float32"
+            for inner in ast.walk(call)
+        }
+        for node in ast.walk(function):
+            bare = isinstance(node, ast.Constant) and node not in typed
+            if bare and isinstance(node.value, float):
+                yield node.lineno, ast.unparse(node)
+
+
+def test_floats_have_a_type():
+    """Also where a planted literal has none: the first float32 of each file becomes bare."""
+    planted = 0
+    for file in (*KERNELS, *sorted(PARTS.rglob("*.py"))):
+        text = file.read_text("utf-8")
+        assert list(untyped_floats(ast.parse(text))) == [], file
+        bare = re.sub(r"\bfloat32\((-?\d[\d.e]*)\)", r"\1", text, count=1)
+        if bare != text and "." in re.search(r"\bfloat32\((-?\d[\d.e]*)\)", text)[1]:
+            planted += bool(list(untyped_floats(ast.parse(bare))))
+    assert planted > 10
+    assert list(untyped_floats(ast.parse("def f(x):\n    return x * 1.0"))) == [(2, "1.0")]
