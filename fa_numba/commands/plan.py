@@ -134,8 +134,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--algorithm",
         choices=("all", *ALGORITHMS),
         default="all",
-        help="fa1: K/V outer; fa2: Q outer; standard: standard attention, which writes the scores "
-        "to memory (default: all three)",
+        help="algorithm to plan. fa1: FlashAttention-1 (K/V outer); fa2: FlashAttention-2 (Q "
+        "outer); standard: standard attention, which writes the scores to memory (default: all "
+        "three)",
     )
     how.add_argument(
         "--unit",
