@@ -375,7 +375,8 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
             f"{row.n} generated characters differ between the texts with and without a K/V cache."
         )
     if texts:
-        caption += f" The generated text begins with `{texts[0].note.partition('; ')[2]}`."
+        text = texts[0].note.partition("; ")[2]
+        caption += f" The text that the language model generates begins with `{text}`."
     return tables.of(caption, header, lines)
 
 

@@ -330,7 +330,7 @@ def _said(speeds: dict[str, float], sizes: dict[str, float], peaks: dict[str, fl
     if {"shared", "DRAM"} <= speeds.keys() & sizes.keys():
         faster, smaller = speeds["shared"] / speeds["DRAM"], sizes["DRAM"] / sizes["shared"]
         by = f"{faster:.1f} times as fast as DRAM. DRAM is {smaller:.0f} times as large"
-        parts.append(f"Shared memory is {by} as all shared memory together.")
+        parts.append(f"Shared memory is {by} as the shared memory of all multiprocessors together.")
     what = (
         "The column *bandwidth* contains the median bandwidth of a memory for reads of 16 bytes. "
         "A column *FLOP/byte at the roof* contains the speed of torch's matrix product / the "

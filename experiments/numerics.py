@@ -275,10 +275,11 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
     caption = (
         "The table of rounding errors contains the measured errors of the forward result, "
         f"compared with a float64 result from equal inputs, for {HEADS} heads and d={HEAD_DIM}. In "
-        "the table of rounding errors, RMSE is the absolute root mean square error at the longest "
-        "measured N. In fp16 and bf16, *torch's fused kernel* is torch's FlashAttention-2. In "
-        "fp32, *torch's fused kernel* is torch's memory-efficient attention. The ratio in the "
-        "column *published RMSE, standard / FA-2* is from Table 3 of the FlashAttention-3 paper."
+        "the table of rounding errors, *RMSE* is the absolute root mean square error at the "
+        "longest measured N. In fp16 and bf16, *torch's fused kernel* is torch's "
+        "FlashAttention-2. In fp32, *torch's fused kernel* is torch's memory-efficient attention. "
+        "The ratio in the column *published RMSE, standard / FA-2* is from Table 3 of the "
+        "FlashAttention-3 paper."
     )
     return tables.of(caption, header, lines)
 

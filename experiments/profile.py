@@ -264,8 +264,8 @@ def _table(metrics: Sequence[str], what: str) -> Callable[[Sequence[Row]], table
             "/ count* follows in brackets. In a cell of counters, *(x 0.984)* means that the "
             "measured number is 0.984 times the emulator's count. If the emulator's count is 0, "
             "the brackets contain the measured number instead of a ratio. In a cell of counters, "
-            f"*(?)* means that the counter was not measured. Of the {len(ratios)} measured {what}, "
-            f"{ratios.count(1)} equal the emulator's counts."
+            f"*(?)* means that the counter was not measured. Of {len(ratios)} numbers that Nsight "
+            f"Compute measured ({what}), {ratios.count(1)} equal the emulator's counts."
         )
         return tables.of(caption, [*tables.PROBLEM, "kernel", *metrics], lines)
 

@@ -239,7 +239,7 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
     caption = (
         "The table of attention steps contains the time of each step of a forward call in fp16, "
         "with N=1024, d=64, 16 heads, batch 64, a causal mask and dropout 0.1. Our standard "
-        "attention has three kernels: Q K^T with the scale and the mask, the softmax with the "
-        "dropout, and P V."
+        "attention has three kernels, which compute Q K^T with the scale and the mask, the "
+        "softmax with the dropout, and P V."
     )
     return tables.of(caption, header, lines)

@@ -131,11 +131,11 @@ def _table(found: Sequence[Row], seconds: Mapping[str, float]) -> Table | None:
     header = ["claim", "command", "needs", "minutes", "expected", "allowed variation"]
     caption = (
         "To run a command of the table of claims to check, write `python -m experiments` before "
-        "the command. The column *minutes* says how long the complete command took when we "
-        "recorded the data. The column *allowed variation* says how far your number may be from "
-        "the expected number on an H200. For times and speeds, the allowed variation also applies "
-        "to an H100. After you run an experiment, `git diff figures/data` shows which recorded "
-        "numbers changed."
+        "the command. The column *minutes* says how many minutes each complete command took when "
+        "we recorded the data. The column *allowed variation* says how far your number may be "
+        "from the expected number on an H200. For times and speeds, the allowed variation for an "
+        "H200 also applies to an H100. After you run an experiment, `git diff figures/data` shows "
+        "which recorded numbers changed."
     )
     return Table(caption, markdown(header, lines).replace("---:", "---"))
 

@@ -212,8 +212,8 @@ def changed(questions: Sequence[Question]) -> Across:
         new = sum(not q.before for q in questions)
         caption = (
             f"The common rule for verdicts changed {len(lines) - new} of the {earlier} verdicts "
-            f"that existed before the rule. For {new} more figures and claims, the common rule for "
-            "verdicts gives the first verdict."
+            f"that existed before the rule. Another {new} figures and claims had no verdict before "
+            "the common rule for verdicts existed."
         )
         return Table(caption, markdown(header, lines).replace("---:", "---"))
 

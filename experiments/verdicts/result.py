@@ -88,19 +88,20 @@ def sentences(found: Evidence) -> str:
         line("time, each order's own tiles, FA-1 on the paper's grid", took_own(0), ".1f"),
     ]
     return (
-        "Each cell of the table of the main result shows the smallest and the largest value of a "
-        "ratio. Each ratio of the main result is bytes or time of K/V outer (FlashAttention-1's "
-        "order) divided by bytes or time of Q outer (FlashAttention-2's order). All calls of the "
-        "main result are forward calls with N=512 to 16k, with and without a causal mask. In each "
-        "ratio of the main result, the two calls multiply matrices with the same instructions. In "
-        "the first five rows of the main result, both loop orders use equal tile sizes. On CUDA "
-        "cores and with mma.sync, the equal tile sizes are the sizes with which FA-1 is fastest. "
-        "With wgmma, the equal tile sizes are the sizes with which FA-2 is fastest. In the last "
-        "two rows of the main result, each loop order uses the tile sizes with which the loop "
-        "order is fastest. The accessed bytes of the main result are computed by closed forms, "
-        "while L2 bytes, DRAM bytes and times are measured. For the main result, L2 and DRAM "
-        f"bytes were measured for {len(counted)} of the {len(timed)} combinations of N, head "
-        "dimension and mask. For the main result, L2 and DRAM bytes were measured for "
+        "Each cell of the table of loop orders shows the smallest and the largest value of a "
+        "ratio. Each ratio in the table of loop orders is bytes or time of K/V outer "
+        "(FlashAttention-1's order) / bytes or time of Q outer (FlashAttention-2's order). The "
+        "table of loop orders is for forward calls with N=512 to 16k, with and without a causal "
+        "mask. In each comparison of loop orders, the two calls multiply matrices with equal "
+        "instructions. In the first five rows of the table of loop orders, K/V outer and Q outer "
+        "use equal tile sizes. On CUDA cores and with mma.sync, the equal tile sizes of K/V outer "
+        "and Q outer are those with which FA-1 is fastest. With wgmma, the equal tile sizes of "
+        "K/V outer and Q outer are those with which FA-2 is fastest. In the last two rows of the "
+        "table of loop orders, each loop order uses the tile sizes with which the loop order is "
+        "fastest. The accessed bytes in the table of loop orders are computed by closed forms, "
+        "while L2 bytes, DRAM bytes and times are measured. For the table of loop orders, L2 and "
+        f"DRAM bytes were measured for {len(counted)} of the {len(timed)} combinations of N, head "
+        "dimension and mask. For the table of loop orders, L2 and DRAM bytes were measured for "
         f"{masked or 'no'} calls with a causal mask.\n\n"
         + markdown(["K/V outer / Q outer", *WORDS.values()], lines)
         + f"\n\n- By the hardware counters, L2 moves {of_accesses()} times the bytes that the "
@@ -109,8 +110,8 @@ def sentences(found: Evidence) -> str:
         "of all rows do not fit in L2, so DRAM moves O, l and m for every column tile.\n- For "
         "every row tile, Q outer reads K and V of the tile's head again. With Q outer, K and V of "
         "the heads that run at the same time fit in L2.\n- On the grid of FA-1's paper, FA-1 has "
-        "one thread block per batch entry and head. At equal work, the time of FA-1 on the "
-        "paper's grid grows if there are fewer batch entries and heads.\n"
+        "one thread block per batch entry and head. At equal work, the time of FA-1 on the grid "
+        "of FA-1's paper grows if there are fewer batch entries and heads.\n"
     )
 
 

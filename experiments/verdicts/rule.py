@@ -48,8 +48,9 @@ verdict is "reproduced" |
 - If a paper publishes a range or a bound instead of a number, our number must be in the range or \
 within the bound. The allowed factor between our number and the published number does not apply \
 to published ranges and bounds.
-- A claim about FlashAttention is checked for both loop orders. If the two loop \
-orders get different verdicts on a claim, the table of claims has a row for each loop order.
+- We check each claim about FlashAttention for the loop orders K/V outer and Q outer. If the \
+two loop orders get different verdicts on a claim, the table of claims has a row for each loop \
+order.
 - If a published figure or claim has fewer than ten points, our trend must agree with \
 the published trend at all points."""
 

@@ -181,7 +181,8 @@ def test_failures_are_rows(monkeypatch):
 def test_the_tables(tmp_path, monkeypatch):
     store = recorded(tmp_path, NAME, measured(monkeypatch, report.MACHINE))
     text = report.text(NAME, store)
-    said = "Shared memory is 7.5 times as fast as DRAM. DRAM is 4595 times as large as all shared"
+    said = "Shared memory is 7.5 times as fast as DRAM. DRAM is 4595 times as large as the shared "
+    said += "memory of all multiprocessors together."
     assert said in text
     assert "| DRAM (HBM) | 4 | 141 GB | 12 | 188 | 1.5 | 40 GB | 208 |" in text
     assert "| L2 | 6 | 63 MB | 8 | 125 | - | - | - |" in text

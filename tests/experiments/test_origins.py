@@ -86,11 +86,13 @@ def test_rows_of_few_runs_are_named():
     rows = [time(20), time(1, 128), time(4, 256, series="fa1-simt"), time(None)]
     assert (
         tables.fewer_runs(rows, "speed")
-        == "2 of the 3 recorded times of `speed` are medians of only 1 to 4 runs. In `speed`, the "
-        "calls with fewer than 5 runs have N=128 to 256 and belong to the series fa1-simt, fa2-simt"
+        == "2 of the 3 recorded times of the experiment `speed` are medians of only 1 to 4 runs. "
+        "In the experiment `speed`, the calls with fewer than 5 runs have N=128 to 256 and belong "
+        "to the series fa1-simt, fa2-simt"
     )
-    said = "1 of the 1 recorded times of `speed` are medians of only 1 run. In `speed`, the calls "
-    said += "with fewer than 5 runs have N=64 and belong to the series fa2-simt"
+    said = "1 of the 1 recorded times of the experiment `speed` are medians of only 1 run. In the "
+    said += "experiment `speed`, the calls with fewer than 5 runs have N=64 and belong to the "
+    said += "series fa2-simt"
     assert tables.fewer_runs([time(1)], "speed") == said
     assert (
         tables.fewer_runs([time(5), time(1, metric="memory"), time(1, value=None)], "speed") == ""

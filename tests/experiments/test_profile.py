@@ -431,8 +431,8 @@ def test_tables_and_figure_from_rows(fake_ncu, monkeypatch):
     assert all(len(t.body.splitlines()) == 2 + kernels for t in tables)
     columns = len(tables[0].body.splitlines()[0].strip("| ").split(" | ")) - 4
     assert (
-        f"Of the {kernels * columns} measured shared-memory wavefronts and bank conflicts, 0 equal "
-        "the emulator's counts" in tables[0].caption
+        f"Of {kernels * columns} numbers that Nsight Compute measured (shared-memory wavefronts "
+        "and bank conflicts), 0 equal the emulator's counts" in tables[0].caption
     )
     figure = profile.draw(rows)
     assert len(figure.axes) == len(profile.SHOWN)

@@ -341,7 +341,8 @@ def fewer_runs(rows: Iterable[Row], experiment: str, least: int = 5) -> str:
     names = ", ".join(sorted({row.series for row in few}))
     lengths = span((row.seqlen_q for row in few), "d")
     return (
-        f"{len(few)} of the {len(timed)} recorded times of `{experiment}` are medians of only "
-        f"{runs} run{'s' if runs != '1' else ''}. In `{experiment}`, the calls with fewer than "
-        f"{least} runs have N={lengths} and belong to the series {names}"
+        f"{len(few)} of the {len(timed)} recorded times of the experiment `{experiment}` are "
+        f"medians of only {runs} run{'s' if runs != '1' else ''}. In the experiment "
+        f"`{experiment}`, the calls with fewer than {least} runs have N={lengths} and belong to "
+        f"the series {names}"
     )
