@@ -21,6 +21,8 @@ from experiments.lab.record.store import Store
 from experiments.lab.show import report
 from fa_numba import __main__ as command
 from fa_numba import device as devices
+from fa_numba.commands import compile as compiling
+from fa_numba.host import ahead
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("fa_numba", "fa_numba/kernels", "fa_numba/emulator", "experiments", "figures")
@@ -276,10 +278,20 @@ def test_pages_show_what_the_commands_print():
     """`python tests/test_readme.py` writes what they print now."""
     blocks = [block for page in SHOWING for block in SHOWN.finditer(page.read_text())]
     shown = {(block["package"], block["arguments"].split()[0]) for block in blocks}
-    wanted = {("fa_numba", module.NAME) for module in command.COMMANDS}
+    # What compile prints contains a time and a folder: the next test runs its command.
+    wanted = {("fa_numba", module.NAME) for module in command.COMMANDS if module is not compiling}
     assert shown == wanted | {("experiments", compare.NAME)}
     for page in SHOWING:
         assert shown_again(page) == page.read_text()
+
+
+def test_the_guides_command_compiles_for_what_it_names(monkeypatch, capsys):
+    guide = (ROOT / "fa_numba" / "guide.md").read_text()
+    (arguments,) = re.findall(r"`python -m fa_numba (compile -[^`]+)`", guide)
+    monkeypatch.setattr(compiling, "compile_ahead", lambda plans, jobs: ahead.Ahead(len(plans), 0))
+    assert command.main(arguments.split()) == 0
+    # Two lengths, two head dimensions and two masks; three calls each.
+    assert capsys.readouterr().out.startswith("H100: compiled 24 kernels for 24 calls in ")
 
 
 def test_the_table_for_other_libraries_names_what_there_is():

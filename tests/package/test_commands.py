@@ -174,7 +174,8 @@ def test_what_trace_refuses(arguments, message, capsys):
 def test_a_wrong_command_gets_the_nearest_one(capsys):
     with pytest.raises(SystemExit):
         command.main(["paln"])
-    assert "must be trace or plan, got 'paln'; did you mean 'plan'?" in capsys.readouterr().err
+    message = "must be trace, plan or compile, got 'paln'; did you mean 'plan'?"
+    assert message in capsys.readouterr().err
 
 
 def test_the_version(capsys):

@@ -95,6 +95,19 @@ def test_the_command_needs_a_gpu_to_compile_for(monkeypatch, capsys):
     assert "--device must name the GPU to compile for" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--batch", "65536"], "--batch: must be an integer from 1 to 65535, got 65536"),
+        (["--jobs", "1025"], "--jobs: must be an integer from 1 to 1024, got 1025"),
+    ],
+)
+def test_what_compile_refuses(arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        main(["compile", "--seqlen", "64", "--head-dim", "64", "--device", "T4", *arguments])
+    assert message in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_processes_compile_side_by_side(monkeypatch, tmp_path):
     monkeypatch.setenv(kernel_cache.VARIABLE, str(tmp_path))
