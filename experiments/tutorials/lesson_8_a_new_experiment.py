@@ -9,6 +9,8 @@
 # dimension?
 
 # %%
+import matplotlib.pyplot as plt
+
 from experiments.lab.measure.series import LABELS, columns, plan
 from experiments.lab.measure.workloads import one_head
 from experiments.lab.record import MODEL, Bench, Options, Row, values
@@ -61,8 +63,8 @@ def draw(rows):
     return figure
 
 
-figure = draw(rows)
-figure  # noqa: B018 - a notebook shows the last value of a cell
+plt.figure(draw(rows))
+plt.show()
 
 # %% [markdown]
 # ## Make it permanent

@@ -63,10 +63,10 @@ working set: data that the running thread blocks read again and again. FA-1: the
 half of L2 holds it: if yes, the working set comes from DRAM once; if no, in every pass.
 compute time: computed FLOPs at the peak speed of the busy multiprocessors.
 L2 time, DRAM time: bytes accessed at the bandwidth of L2, DRAM bytes at the bandwidth of DRAM.
-time, at least: the longest of these three times. The real time is longer, because it includes
-  exponentials, waits and launches.
-expected bound: the longest of the three, compute, L2 or DRAM. It is called latency if it is
-  compute and less than half of the multiprocessors are busy.
+time, at least: the longest of compute time, L2 time and DRAM time. A measured time is longer,
+  because a call also computes exponentials, waits and launches kernels.
+expected bound: which of compute, L2 and DRAM takes longest. The bound is called latency if compute
+  takes longest and less than half of the multiprocessors are busy.
 blocks/SM, limit: thread blocks that one multiprocessor runs at a time, and what limits them.
 Speeds and sizes of the GPUs are from data sheets, see fa_numba/bounds/devices.csv."""
 _WITHOUT_L2 = """\
