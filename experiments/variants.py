@@ -276,7 +276,9 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
     said = (
         counts.said(accesses)
         .replace(": ", ". ")
-        .replace("numbers equal the model", "counts of loads or stores equal the access model")
+        .replace(
+            "numbers equal the model", "emulated counts of loads or stores equal the access model"
+        )
     )
     caption = (
         "The table of variants contains the accesses (loads plus stores) of a forward call in "

@@ -93,8 +93,8 @@ def test_what_is_counted_is_the_closed_form(module):
     assert {r.machine for r in rows} == {MODEL, EMULATOR}
     counted = [r for r in rows if r.source == "counted"]
     assert {r.series for r in counted} >= set(scaling.RULED)
-    same = f" {len(counted)} of {len(counted)} numbers that the emulator counted equal the "
-    same += "closed form."
+    same = f" {len(counted)} of {len(counted)} numbers of accesses that the emulator counted equal "
+    same += "the closed form."
     assert scaling.agreement(rows) == same
 
 

@@ -367,7 +367,9 @@ def agreement(rows: Sequence[Row]) -> str:
     same, counted = counts.equal(rows)
     if not counted:
         return ""
-    return f" {same} of {counted} numbers that the emulator counted equal the closed form."
+    return (
+        f" {same} of {counted} numbers of accesses that the emulator counted equal the closed form."
+    )
 
 
 KINDS = {
