@@ -72,17 +72,17 @@ MAP, FAULTS = "RANDOM_FAULTS_MAP", "RANDOM_FAULTS"
 
 
 class Recorder:
-    """Records the blocks of statements in AREAS that each test runs, by their first lines."""
+    """Records the blocks of statements in AREAS that each test runs."""
 
     def __init__(self, folder):
         self.file = Path(folder) / f"{os.getpid()}.jsonl"
-        self.lines = set()
+        self.blocks = set()
 
     @pytest.hookimpl
     def pytest_collection_finish(self):
         import mutants
 
-        builtins.executed = self.lines.add
+        builtins.executed = self.blocks.add
         self.planted = contextlib.ExitStack()
         for name in mutants.modules_of(*AREAS):
             if not name.startswith("fa_numba.parts"):  # whose code is not what Python runs
@@ -91,14 +91,14 @@ class Recorder:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item):
-        self.lines.clear()
+        self.blocks.clear()
         begin = time.process_time()
         try:
             return (yield)
         finally:
-            row = {"test": item.nodeid, "seconds": time.process_time() - begin, "lines": {}}
-            for name, line in sorted(self.lines):
-                row["lines"].setdefault(name, []).append(line)
+            row = {"test": item.nodeid, "seconds": time.process_time() - begin, "blocks": {}}
+            for name, block in sorted(self.blocks):
+                row["blocks"].setdefault(name, []).append(block)
             with self.file.open("a") as file:
                 file.write(json.dumps(row) + "\n")
 
@@ -109,42 +109,45 @@ def telling(name):
 
     file = os.path.relpath(mutants.file_of(name), ROOT)
     tree = ast.parse(mutants.source(name))
-    for function in [x for x in ast.walk(tree) if isinstance(x, ast.FunctionDef)]:
-        for body in _blocks(function):
-            place = ast.Constant((file, body[0].lineno))
-            tell = ast.Expr(ast.Call(ast.Name("executed", ast.Load()), [place], []))
-            body.insert(0, ast.copy_location(tell, body[0]))
+    for block, body in [*_blocks(tree)]:
+        place = ast.Constant((file, block))
+        tell = ast.Expr(ast.Call(ast.Name("executed", ast.Load()), [place], []))
+        body.insert(0, ast.copy_location(tell, body[0]))
     return ast.fix_missing_locations(tree)
 
 
-def _blocks(function):
-    """Return the lists of statements in a function, but not those of a function in it."""
-    found, left = [], [function]
+def _blocks(node, function=""):
+    """Yield the lists of statements in functions, each with a name.
+
+    The name is the function's, with the number of the list in the function. A map is therefore
+    right as long as the statements of a function stay in the same order.
+    """
+    names = itertools.count()
+    left = [node]
     while left:
         node = left.pop()
-        for name in ("body", "orelse", "finalbody", "handlers"):
+        for name in ("body", "orelse", "finalbody") if function else ():
             inner = getattr(node, name, None)
             if isinstance(inner, list) and inner and isinstance(inner[0], ast.stmt):
-                found.append(inner)
-        inside = (
-            x for x in ast.iter_child_nodes(node) if isinstance(x, (ast.stmt, ast.excepthandler))
-        )
-        left += (x for x in inside if not isinstance(x, (ast.FunctionDef, ast.ClassDef)))
-    return found
+                yield f"{function}#{next(names)}", inner
+        for each in ast.iter_child_nodes(node):
+            if isinstance(each, (ast.FunctionDef, ast.ClassDef)):
+                yield from _blocks(each, f"{function}.{each.name}")
+            elif isinstance(each, (ast.stmt, ast.excepthandler)):
+                left.append(each)
 
 
 def block_of(site):
-    """Return the first line of the block of statements that a fault is in."""
+    """Return the name of the innermost block of statements that a fault is in."""
     import mutants
 
     line = mutants.source(site.module)[: site.span[0]].count("\n") + 1
-    best = 0
-    for function in ast.walk(ast.parse(mutants.source(site.module))):
-        if isinstance(function, ast.FunctionDef):
-            for body in _blocks(function):
-                if body[0].lineno <= line <= body[-1].end_lineno:
-                    best = max(best, body[0].lineno)
-    return best
+    found = [
+        (body[0].lineno, block)
+        for block, body in _blocks(ast.parse(mutants.source(site.module)))
+        if body[0].lineno <= line <= body[-1].end_lineno
+    ]
+    return max(found, default=(0, ""))[1]
 
 
 class Planter:
@@ -234,7 +237,7 @@ class Test:
 
     name: str
     seconds: float
-    lines: dict
+    blocks: dict
 
     @property
     def file(self):
@@ -266,7 +269,7 @@ def mapped(folder, jobs):
     for path in {path for path, _ in known.values()}:
         for rows in path.with_suffix("").glob("*.jsonl"):
             for row in map(json.loads, rows.read_text().splitlines()):
-                test = Test(row["test"], row["seconds"], row["lines"])
+                test = Test(row["test"], row["seconds"], row["blocks"])
                 if known.get(test.file, ("", ""))[0] == path and test.file in digests:
                     tests.append(test)
     return tests
@@ -280,8 +283,8 @@ def chosen(site, tests):
     import mutants
 
     path = Path(mutants.file_of(site.module)).resolve().relative_to(ROOT).as_posix()
-    line = block_of(site)
-    found = sorted((x for x in tests if line in x.lines.get(path, ())), key=lambda x: x.seconds)
+    block = block_of(site)
+    found = sorted((x for x in tests if block in x.blocks.get(path, ())), key=lambda x: x.seconds)
     own, turn = Path(path).stem, defaultdict(itertools.count)
     place = {test.name: next(turn[test.name.partition("[")[0]]) for test in found}
     found.sort(key=lambda x: (place[x.name] > 0, own not in Path(x.file).stem, place[x.name]))
