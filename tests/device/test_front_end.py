@@ -172,6 +172,10 @@ def test_a_variable_is_a_value_if_its_one_assignment_comes_first():
     values_where_assigned_once(None)(lower)
     # ``late`` may be unassigned where it is read, and ``k`` is assigned twice.
     assert {"i", "k", "late", "n"} & lower._singly_assigned_vars == {"i", "n"}
+    # Code is made of blocks in this order: a value must be there before it is used.
+    lower.blocks = dict(reversed(code.blocks.items()))
+    values_where_assigned_once(None)(lower)
+    assert not {"i", "k", "late", "n"} & lower._singly_assigned_vars
 
 
 def test_an_error_names_the_pass_and_the_cause():

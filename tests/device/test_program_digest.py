@@ -225,6 +225,21 @@ def test_a_named_tuples_class_counts_by_its_fields_and_defaults(made):
     assert len(set(found)) == 5
 
 
+def test_nodes_of_a_text_are_closed():
+    """So that equal texts are of equal trees."""
+    texts = (
+        "x[a:b:(yield)]",
+        "f(x, *y, n=z)",
+        "(a + b) * c",
+        "a if b else (c, d)",
+        "not a < b <= c",
+    )
+    for text in texts:
+        written = template(ast.parse(text).body[0], frozenset("f")).text
+        assert written.count("(") == written.count(")") > 1
+        assert written.count("[") == written.count("]")
+
+
 def test_types_of_a_named_tuples_members_count(made):
     found = []
     for members in (
