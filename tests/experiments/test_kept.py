@@ -510,6 +510,25 @@ def test_what_is_reached_has_a_part(reached, file, old, new):
     assert f"experiments.{file.replace('/', '.')}" in changed
 
 
+@pytest.mark.parametrize(
+    ("value", "left_out"),
+    [
+        ("'two words'", True),
+        ("f'two {words}'", True),
+        ("'two ' + words", True),
+        ("'word'", False),
+        ("say('two words')", False),
+        ("('two words', 1)", False),
+        ("{'two words': 1}", False),
+    ],
+)
+def test_a_module_is_left_without_sentences_that_nothing_uses(value, left_out):
+    used = "words = 1\nrun(words)\n"
+    with_it = code_digest.of_text(f"{used}NAME = {value}\n")
+    assert (with_it == code_digest.of_text(used)) == left_out
+    assert code_digest.of_text(f"{used}NAME = {value}\nrun(NAME)\n") != code_digest.of_text(used)
+
+
 def test_words_of_the_host_and_of_parts_change_nothing():
     """What the emulator's counts depend on beside kernels, with other words in it."""
     for name, old, new in (

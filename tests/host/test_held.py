@@ -43,6 +43,14 @@ def values_of(function):
 GRID = np.arange(12, dtype=np.float32).reshape(3, 4)
 
 
+@pytest.mark.parametrize("number", [2.5, 3, np.float32(2.5), np.int32(3), np.True_])
+def test_a_number_stays_what_it_is(number):
+    """No array is made of a number of NumPy's: the function is compiled for numbers."""
+    function = held.holding("score_mod", lambda s, b, h, i, j: s * number)
+    assert values_of(function)["number"] == number
+    assert type(function.__closure__[0].cell_contents) is type(number)
+
+
 @pytest.mark.parametrize(
     "kind",
     [
