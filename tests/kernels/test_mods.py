@@ -2,6 +2,8 @@
 refused; kernels that they share. What they do to results is `test_calls`' too.
 """
 
+import ast
+import itertools
 import linecache
 import math
 import re
@@ -29,6 +31,7 @@ from fa_numba.emulator import EmulatorError, launch
 from fa_numba.host import planning
 from fa_numba.host.arrays import HOST
 from fa_numba.mods.allowed import STEPS
+from fa_numba.mods.needed import needed
 from fa_numba.mods.slopes import OF_MATH
 from fa_numba.options import FEATURES, Bound, Features
 from fa_numba.parts import division
@@ -341,6 +344,35 @@ def test_which_functions_are_called_inside_of_the_matrix_alone(function, alone):
     assert mods.captured("score_mod", function).mod.inside is alone
 
 
+@pytest.mark.parametrize(
+    ("lines", "left"),
+    [
+        (["x = a", "y = x", "return a"], ["return a"]),
+        (["x = a", "y = x", "return y"], ["x = a", "y = x", "return y"]),
+        (["x = a", "x = b", "return x"], ["x = a", "x = b", "return x"]),
+        (["x = a", "A[x] += b", "return b"], ["x = a", "A[x] += b", "return b"]),
+        (["if a:", "    x = b", "return a"], ["return a"]),
+        (["if a:", "    x = b", "else:", "    x = c", "return x"],) * 2,
+        (["if a:", "    x = b", "else:", "    y = c", "return y"],
+            ["if a:", "    pass", "else:", "    y = c", "return y"]),
+        (["y = a", "if y:", "    f(x)", "return b"],) * 2,
+    ],
+)  # fmt: skip
+def test_only_assignments_to_names_that_are_read_later_stay(lines, left):
+    text, _ = needed("def mod(a, b):", lines)
+    assert [line.removeprefix("    ") for line in text.splitlines()] == ["def mod(a, b):", *left]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_statements_that_add_have_elements_on_their_left(name):
+    """`needed` may therefore keep them all: none assigns a name that nothing reads."""
+    mod = mods.captured("score_mod", FUNCTIONS[name]).mod
+    for text in itertools.chain(mod.value, mod.slope, mod.both, mod.gradient or ()):
+        if isinstance(text, str):
+            added = (x for x in ast.walk(ast.parse(text)) if isinstance(x, ast.AugAssign))
+            assert all(isinstance(x.target, ast.Subscript) for x in added)
+
+
 # --- where Python raises -------------------------------------------------------------------------
 
 CORNERS = [0.0, -0.0, 1.0, -1.0, 2.5, -2.5, 1e3, 3e9, -3e9, 3e38, math.inf, -math.inf, math.nan]
@@ -451,6 +483,8 @@ class Callable_:
 doubles, text = table.astype(np.float64), "slope"
 LINE = loop.__code__.co_firstlineno
 REFUSED = {
+    "an attribute of a call": (lambda s, b, h, i, j: abs(s).real, r"abs\(s\)\.real, .* in a lam"),
+    "an attribute of an attribute": (lambda s, b, h, i, j: s * math.pi.real, r"math\.pi\.real, "),
     "a loop": (loop, f"a loop in line {LINE + 1}, which .* in loop .*line {LINE}.*A kernel supp"),
     "an if statement": (branches, "an if statement.* in branches"),
     "no result": (nothing_returned, "last statement instead of a return.* in nothing_returned"),
