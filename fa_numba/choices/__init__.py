@@ -7,5 +7,8 @@ tiles       the choice of tiles
 splits      the choice of key splits and group splits
 decisions   all choices for a pass, with reasons
 copies      grids of launches, and arguments that kernels take in another form
+arguments   the classes of arguments of launches
 facts       the measurements behind the choices, in CSV files
+tuned       the fastest tiles in measurements
+makespan    the time until the last thread block of a launch ends
 """

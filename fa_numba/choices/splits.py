@@ -190,7 +190,7 @@ def chosen_group_splits(request: Request) -> Chosen:
     the caller chose a number                  this number
     no kernel of the unit splits column tiles  1
     the emulator, or no columns                1
-    many column tiles                          1
+    no other number is possible                1: there are many column tiles, or nothing to share
     otherwise                                  the number that ends first
 
     The end is the ``makespan`` until the parts of dK and dV are summed, in visits of a row tile. A

@@ -103,9 +103,10 @@ def mma_tiles(
     the same if warps divide the columns              "keys planes"
 
     The tiles are reduced for short sequences, and until memory and registers hold them. In a
-    forward pass a warp has 32 rows if possible. It has 16 rows for FA-1, with planes, and for head
-    dimensions and options with which 32 rows would spill registers. In a backward pass of FA-1, or
-    with planes, a warp has 16 columns.
+    forward pass a warp has 32 rows if possible. It has 16 rows with planes, and with a bias. If Br
+    is a multiple of 128, or with key splits, it also has 16 rows for FA-1, and for head dimensions
+    and options with which 32 rows would spill registers. In a backward pass of FA-1, or with
+    planes, a warp has 16 columns.
     """
     d, crowded = round_up(head_dim, 16), features.crowds
     planes = features.planes > 1
@@ -310,7 +311,8 @@ def _row_tiles(request: Request, rows: int, heads: int, Br: int) -> int:
 def _rounds(request: Request, rows: int, heads: int, Br: int) -> int:
     """Return the number of rounds in which the GPU runs all row tiles with ``Br`` rows.
 
-    For packed sequences it is a measure of time: the sum of row tiles times columns.
+    For packed sequences it is a measure of time instead: the sum over all sequences of the number
+    of row tiles times the number of rows of Q.
     """
     p = request.problem
     if p.packed and p.q_lens:

@@ -229,7 +229,7 @@ def _selecting(select: Callable, request: Request, **facts: Any) -> Callable:
 
 
 class Simt(Unit):
-    """CUDA cores, for float32, on every GPU.
+    """CUDA cores, for float32, on every GPU from compute capability 7.5 on.
 
     Below compute capability 8.0, tiles are copied to shared memory through registers.
     """
@@ -569,7 +569,7 @@ def heads_share_tiles(request: Request) -> bool:
     They do if all of these conditions hold:
 
     - Several query heads share a K/V head.
-    - A head has at most 64 rows, and 64 is a multiple of the number of heads.
+    - A head has at most 64 rows, and 64 is a multiple of this number of query heads.
     - There are no ``q_lens``, because the tensor map of Q has no axis left for them.
     - No option forbids it (``_differs_by_head``).
     """

@@ -44,7 +44,7 @@ def make_sink_gradients(features):
             row = thread
             while row < Nq:
                 l, d = L[b, h, row], D[b, h, row]
-                if l != NEG_INF:  # a row that sees no column
+                if l != NEG_INF:  # otherwise the row sees no column, and has no share
                     total -= exp2(LOG2E * (s - l)) * d
                 row = uint32(row + THREADS)
             b = uint32(b + 1)

@@ -127,8 +127,9 @@ def make_lengths(spec):
     """Make ``lengths(rows, columns, b, options)``, which returns the valid lengths Nq and Nk of
     batch entry b.
 
-    ``rows`` and ``columns`` are the numbers of rows of the arrays Q and K. The valid lengths are
-    smaller if the call passes lengths (``q_lens``, ``kv_lens``) or packed sequences.
+    ``rows`` and ``columns`` are the numbers of rows of the arrays Q and K. They are the result
+    unless the call passes lengths (``q_lens``, ``kv_lens``) or packed sequences, which replace
+    them. Calls with pages always pass ``kv_lens``, because the rows of K are then rows of a page.
     """
     features = spec.features
     packed, q_lens, kv_lens = features.packed, features.q_lens, features.kv_lens
@@ -201,9 +202,10 @@ def make_heads_of_group(spec):
     """Make ``heads_of_group(Q, K, group, options)``, which returns the query heads of a block's K/V
     head.
 
-    The grid is (any, K/V heads, batch entries). The result is the ``Head`` of the first query head,
-    and the number of query heads. If ``spec.grouped`` is false, the number is 1 at compile time, so
-    that the compiler removes the loop over heads.
+    The grid is (any, K/V heads, batch entries). ``group`` is the number of query heads per K/V
+    head. The result is the ``Head`` of the first query head, and the number of query heads. If
+    ``spec.grouped`` is false, the number is 1 at compile time, so that the compiler removes the
+    loop over heads.
     """
     grouped, lengths = spec.grouped, make_lengths(spec)
 
@@ -220,11 +222,11 @@ def make_heads_of_group(spec):
 
 @device_function
 def head_after(head, g):
-    """Return the query head that comes g heads after ``head`` in the same group."""
+    """Return the ``Head`` of the query head that comes g heads after ``head`` in the same group."""
     return Head(head.b, uint32(head.h + g), head.hk, head.Nq, head.Nk, head.options)
 
 
 @device_function
 def member(first, h):
-    """Return query head h of the group whose first query head is ``first``."""
+    """Return the ``Head`` of query head h, in the group whose first query head is ``first``."""
     return Head(first.b, h, first.hk, first.Nq, first.Nk, first.options)

@@ -59,9 +59,10 @@ def make_apply_score_mod(spec, unit):
 def make_slopes(spec):
     """Make ``slopes(rG, rS, scale, tile)``, which sets rG to the derivatives of the scores.
 
-    rS holds the product Q KT. Each derivative is with respect to ``scale`` Q KT. It is the product
-    of the derivative of the cap, 1 - tanh(scale S)^2, and the derivative of ``score_mod``. If all
-    derivatives are 1, none is stored.
+    rS holds the product Q KT. Each derivative is with respect to the score before the cap, which
+    is Q KT times the scale of the call. It is the product of the derivative of the cap,
+    1 - tanh(``scale`` Q KT)^2, and the derivative of ``score_mod``. With a cap, ``scale`` is the
+    scale of the call divided by the cap. If all derivatives are 1, none is stored.
 
     If the gradients of captured arrays depend on the scores before ``score_mod``, these scores are
     stored in rG behind the derivatives.
@@ -88,8 +89,8 @@ def make_p_and_ds(spec, values_of, ds_of):
 
     On entry rS holds the scaled scores before the cap and ``score_mod``, and the number of
     ``hidden_score`` in hidden elements. P is exp(S - L) of the scores after the cap, ``score_mod``,
-    ALiBi and the bias. dS is the result of ``ds_of``, P o (dP - D), multiplied by the derivatives
-    of the cap and of ``score_mod``.
+    ALiBi and the bias. P is negative in elements that dropout does not keep. dS is the result of
+    ``ds_of``, P o (dP - D), multiplied by the derivatives of the cap and of ``score_mod``.
 
     - ``values_of(given, e)`` returns L in units of log2, D, and whether dropout keeps element e.
     - ``ds_of(p, dp, d, options)`` returns an element of dS.
@@ -447,7 +448,8 @@ def make_p_and_slope(spec):
     """Make ``p_and_slope(score, shift, kept, place, head)``, which returns P, the slope and the
     score of an element.
 
-    ``score`` is scale Q KT of the element. ``shift`` is the row's logsumexp L, in units of log2.
+    ``score`` is the element that ``scale_and_mask`` has left in its register: the scaled score
+    before the cap and ``score_mod``. ``shift`` is the row's logsumexp L, in units of log2.
     The three results are:
 
     - P = exp(S - L), where S is the score after the cap, ``score_mod``, ALiBi and the bias. P is 0

@@ -22,8 +22,10 @@ def common_rows(page_size, Bc):
 
 
 def pages_of_tile(spec):
-    """Return the largest number of pages that a column tile can overlap, or 1 if K and V have no
-    pages.
+    """Return the number of page numbers that the loader of a column tile looks up.
+
+    The loader looks up one page for each run of ``common_rows`` rows. Several runs can be in one
+    page. Without pages the result is 1, which is the smallest size of a register array.
     """
     page_size = spec.features.page_size
     return spec.Bc // common_rows(page_size, spec.Bc) if page_size else 1
@@ -32,8 +34,10 @@ def pages_of_tile(spec):
 def turns_in_a_page(page_size, rows, threads, width):
     """Return the number of consecutive turns of a thread whose rows are in one page.
 
-    The threads of a block copy a tile of ``rows`` rows in turns. In one turn, ``width`` threads
-    copy the pieces of one row. One look-up of the page then serves this number of turns.
+    ``threads`` threads copy a tile of ``rows`` rows in turns. In one turn, ``width`` threads copy
+    the pieces of one row, so that a turn has threads / width rows. One look-up of the page serves
+    the number of turns that is returned. The number is 1 if a run of rows does not consist of
+    complete turns.
     """
     down, rest = divmod(threads, width)
     common = common_rows(page_size, rows)
@@ -45,9 +49,10 @@ def make_page_of(page_size):
     """Make ``page_of(table, row, reads, first)``, which returns the page that stores a row of a
     sequence.
 
-    ``table`` is the sequence's row of the block table. Lane ``first`` of the warp reads the table,
-    if its ``reads`` is true, and the warp's shuffle passes the page to every lane that names
-    ``first``. All lanes of the warp must call the function together.
+    ``table`` is the sequence's row of the block table. Lane number ``first`` of the warp reads the
+    table for its own ``row``, if its ``reads`` is true. A shuffle passes the page to every lane
+    that names this lane as its ``first``. If ``reads`` is false in lane ``first``, the page is 0.
+    All lanes of the warp must call the function together.
     """
 
     def page_of(table, row, reads, first):

@@ -13,7 +13,9 @@ def next_row_tile(spec, load_q):
     """Make ``load_next_q(sQ, Q, visit, i0, i_end, rows_end)``, which starts to load the next row
     tile.
 
-    The next row tile comes after the one at row i0. ``load_q`` is the part that copies it to sQ.
+    The next row tile comes after the one at row i0. ``visit`` is the word of this row tile
+    (``visits.row_ahead``). ``load_q`` is the part that copies the next row tile to sQ, and
+    ``rows_end`` is one past the last valid row.
     The result is the tile's first row, which is at or past ``i_end`` if there is no next row tile.
     """
     row_after = make_row_after(spec)
@@ -32,9 +34,10 @@ def next_column_tile(spec, load_k):
     """Make ``load_next_k(sK, K, j0, j_end, rows_end, i0, head)``, which starts to load the next
     column tile.
 
-    The next column tile comes after the one at column j0. ``load_k`` is the part that copies it to
-    sK. The result is the tile's first column, which is at or past ``j_end`` if there is no next
-    column tile.
+    The next column tile comes after the one at column j0, among those that the row tile at row i0
+    visits. ``load_k`` is the part that copies it to sK, and ``rows_end`` is one past the last valid
+    row of K. The result is the tile's first column, which is at or past ``j_end`` if there is no
+    next column tile.
     """
     Bc, next_column = spec.Bc, make_next_column(spec)
 

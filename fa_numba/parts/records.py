@@ -75,7 +75,8 @@ class WorkTile(NamedTuple):
 class Schedule(NamedTuple):
     """What the tile scheduler of a persistent thread block needs to know."""
 
-    words: Any  # shared memory: a few words about the work tile of each slot of Q
+    words: Any  # shared memory: WORK_WORDS words for each slot of Q; then, with a block mask, one
+    # word for each slot of K
     tiles: Any  # the number of work tiles of the launch
     taken: Any  # global memory: the counter of the work tiles that blocks have taken
     Q: Any

@@ -40,9 +40,9 @@ def make_scale_and_mask(spec):
     """Make ``scale_and_mask(rS, scale, tile)``, which turns the product Q KT in rS into scores.
 
     The steps are, in this order: multiply by ``scale``, cap, call the user's ``score_mod``, add the
-    ALiBi bias, add the bias of the call, and hide elements. Hidden are elements that a mask or a
-    ``mask_mod`` hides, and elements outside of the matrix. They become -inf. The scores are in
-    units of log2.
+    ALiBi bias, add the bias of the call, and hide elements. Hidden elements become -inf. These are
+    elements that a mask or a ``mask_mod`` hides, columns at or past Nk, and with ``q_lens`` rows at
+    or past Nq. The scores are in units of log2.
 
     | case | where ``scale`` is applied |
     |---|---|

@@ -52,9 +52,9 @@ def make_column_range(spec):
 def make_column_passes(spec):
     """Make ``column_passes(row0, rows_end, head)``, which returns the range of FA-1's outer loop.
 
-    The result is ``column_range`` of the rows. The first pass of FA-1 also initialises O, l and m,
-    unless the kernel does this before the loop. The range then contains at least one column tile,
-    even if the rows see no column.
+    The result is ``column_range`` of the rows. If the kernel initialises O, l and m in its first
+    pass, the range contains at least one column tile, even if the rows see no column. If the kernel
+    initialises them before the loop (``features.initialises``), the range can be empty.
     """
     column_range, always = make_column_range(spec), not spec.features.initialises
 
@@ -108,8 +108,9 @@ def make_row_range(spec):
     """Make ``row_range(col0, rows_begin, rows_end, head)``, which returns the rows that see a
     column tile.
 
-    The tile begins at column ``col0``. The result is the first row of the first row tile that sees
-    the column tile, and one past the last row. Both are within ``rows_begin`` to ``rows_end``.
+    The tile begins at column ``col0``. Only rows from ``rows_begin`` to ``rows_end`` - 1 count. The
+    result is the first row of the first row tile that sees the column tile, and one past the last
+    row. If no row sees the column tile, the first number is not below the second.
     """
     return _make_row_range(spec, takes_all=False)
 
@@ -250,8 +251,8 @@ def make_next_visit(spec):
     (h, i0).
 
     A visit is a query head h and the first row i0 of a row tile. After the last row tile of a head
-    comes the first row tile of the next head. If a block has a single query head, ``h`` and
-    ``i_first`` are not used and take no registers.
+    comes the first row tile of the next head. If a block has a single query head
+    (``spec.single_head``), the result contains ``h`` unchanged, and ``i_first`` is not used.
     """
     Br, single, sparse = spec.Br, spec.single_head, spec.features.sparse
     first_of_heads = _make_first_of_heads(spec)
@@ -369,9 +370,10 @@ def make_visit_ahead(spec):
 def make_row_ahead(spec):
     """Make ``row_ahead(i0, i_end, j0, head)``, which returns the word of the visit (i0, j0).
 
-    The word is that of ``visit_ahead``. Without a block mask the result is i0, which the functions
-    that take a ``visit`` ignore. The part exists so that a kernel can read the lists of a block
-    mask early.
+    The word is that of ``visit_ahead``. ``i_end`` is one past the last row of the pass. If i0 is at
+    or past ``i_end``, there is no visit, and the result must not be used. Without a block mask the
+    result is i0, which the functions that take a ``visit`` ignore. The part exists so that a kernel
+    can read the lists of a block mask early.
     """
     Br, Bc, sparse, visit_ahead = spec.Br, spec.Bc, spec.features.sparse, make_visit_ahead(spec)
 

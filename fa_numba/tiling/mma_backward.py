@@ -33,8 +33,8 @@ class MmaBackwardSpec(GradientSpec, MmaSpec):
     rows 2 ty and 2 ty + 1; ty and tx count over all warps. dQ needs all columns of dS. Therefore
     dST is in shared memory, and ``query_warps`` x ``chunk_warps`` warps share a tile of dQ.
 
-    With ``vector_adds`` an atomic add adds two neighbouring elements at once. Compute capability
-    9.0 has such adds.
+    With ``vector_adds`` an atomic add adds two neighbouring elements at once. GPUs have such adds
+    from compute capability 9.0 on.
     """
 
     row_warps: int = 1

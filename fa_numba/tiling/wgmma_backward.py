@@ -88,7 +88,8 @@ class WgmmaBackwardSpec(GradientSpec):
     A consumer is a warpgroup that has 64 columns of S and all rows of the tile. S and dP are
     transposed in registers: thread (ty, tx) of a consumer has position ty of 4 in column tx of the
     tile. It has the rows 2 ty and 2 ty + 1 of each 8 rows. dQ needs all columns of dS. Therefore
-    dST is in shared memory, and each consumer computes 64 x 64 elements of dQ.
+    dST is in shared memory, and each consumer computes 64 rows and ``query_columns`` columns of dQ,
+    unless a second kernel computes dQ. Subclasses say how other kernels differ.
 
     field          meaning
     dtype          dtype of the 16-bit matrices
@@ -262,7 +263,8 @@ class WgmmaBackwardSpec(GradientSpec):
     def bias_first(self) -> bool:
         """Whether the bias is added before dP's product begins, because dP takes the registers.
 
-        This is the case for a larger head dimension from 49 to 64, if scores are not kept until dS.
+        This is the case if the call has a bias, scores are not kept until dS, and the larger one of
+        the two head dimensions is from 49 to 64.
         """
         few = self.features.bias and not self.features.scores_stay
         return few and ADDED_BESIDE < self.most_columns <= PANEL

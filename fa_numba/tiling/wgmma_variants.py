@@ -96,7 +96,8 @@ def _masks_alone(call: BackwardCall) -> bool:
 
     The block mask may come from a ``mask_mod``. For head dimensions above 64, a ``mask_mod`` that
     reads arrays does not count, because its kernel would spill registers. In addition, a thread
-    block must have the rows of one query head, and must not share its column tile.
+    block must have the rows of one query head, and must not share its column tile. V must have the
+    head dimension of Q.
     """
     f = call.features
     masks: dict[str, Any] = {"causal": f.causal, "sparse": f.sparse}
@@ -108,13 +109,16 @@ def _masks_alone(call: BackwardCall) -> bool:
 
 
 def _changes_kept_products(call: BackwardCall) -> bool:
-    """Return whether a cap or ALiBi slopes change the scores, and no ``score_mod`` keeps them."""
+    """Return whether a cap or ALiBi slopes change the scores, and no ``score_mod`` keeps them.
+
+    ALiBi slopes count only for head dimensions above ADDED_BESIDE.
+    """
     slopes = call.features.alibi and call.largest_dim > ADDED_BESIDE
     return (call.features.softcap or slopes) and not call.features.scores_stay
 
 
 def _masks_own_heads(call: BackwardCall) -> bool:
-    """Return whether a call masks rows, and its query heads have K/V heads of their own."""
+    """Return whether a call has a causal mask or a window, and one query head per K/V head."""
     return not call.grouped and (call.features.causal or call.features.window)
 
 

@@ -105,8 +105,8 @@ def make_standard_softmax(row_halves, warps, return_lse, features, dtype):
 
     The kernel also drops elements of P if the call has dropout. It keeps a row of up to
     ``row_halves`` elements in shared memory. If ``row_halves`` is 0, it reads the row from global
-    memory twice. Each of the 32 ``warps`` threads computes an online softmax over its own chunks of
-    eight columns. The (m, l) of all threads are then merged.
+    memory twice. A block has ``warps`` warps. Each thread computes an online softmax over its own
+    chunks of eight columns. The (m, l) of all threads are then merged.
     """
     resident = row_halves > 0
     NR = max(row_halves, 8)

@@ -2,8 +2,8 @@
 visited blocks.
 
 In the first kernel, a thread block evaluates one block of S: each thread evaluates every 256th
-element, and the block adds up how many elements are visible. In the second kernel, a thread lists
-the visited blocks of one row or column of blocks.
+element, and the block adds up how many elements are visible. In the second kernel, thread n lists
+the visited blocks of row n of blocks, and of column n of blocks.
 """
 
 from functools import cache

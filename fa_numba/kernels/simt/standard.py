@@ -100,8 +100,8 @@ def make_standard_softmax(row_floats, warps, return_lse, features):
 
     The kernel also drops elements of P if the call has dropout. It keeps a row of up to
     ``row_floats`` elements in shared memory. If ``row_floats`` is 0, it reads the row from global
-    memory twice. Each of the 32 ``warps`` threads computes an online softmax over its own columns.
-    The (m, l) of all threads are then merged.
+    memory twice. A block has ``warps`` warps. Each thread computes an online softmax over its own
+    columns. The (m, l) of all threads are then merged.
     """
     resident = row_floats > 0
     NR = max(row_floats, 4)

@@ -2,8 +2,9 @@
 planes.
 
 One warpgroup (four warps) of a block produces: a few of its threads let the copy engine load tiles
-into slots of shared memory. The other warpgroups consume: each multiplies 64 rows. Both wait at
-barriers in shared memory. Each slot of a tile has two barriers, one for "full" and one for "empty".
+into slots of shared memory. The other warpgroups consume: each multiplies 64 rows of S, or for dK
+and dV 64 columns of S. Both wait at barriers in shared memory. Each slot of a tile has two
+barriers, one for "full" and one for "empty".
 """
 
 from fa_numba.kernels.mma import rows

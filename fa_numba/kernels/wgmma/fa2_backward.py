@@ -32,7 +32,8 @@ def make_producers(spec):
 
     - ``produce``, run by one thread, loads Kj and Vj, and row tiles of Q and dO.
     - ``produce_values``, run by two warps, loads L and D of the row tiles.
-    - ``produce_drawing``, run by the warpgroup with dropout, does both and draws random bits.
+    - ``produce_drawing`` is for calls with dropout. All threads of the producer warpgroup run it.
+      It does the work of ``produce`` and ``produce_values``, and draws random bits.
     """
     grid, key_tiles, gradients = bind(spec, wgmma.grid, wgmma.key_tiles, wgmma.gradients)
     drawing, visits = bind(spec, wgmma.drawing, wgmma.visits)
@@ -212,8 +213,9 @@ def make_backward(spec, atomic=True):
     """Return the kernel of the variant ``spec.variant``.
 
     ``key_tiles`` defines the grid: one thread block for each column tile, or for each share of a
-    column tile. ``atomic`` says whether this kernel adds dQ, as the variant does. Otherwise
-    ``make_query_gradients`` computes dQ.
+    column tile. The variant says whether this kernel adds dQ or ``make_query_gradients`` computes
+    dQ. ``atomic`` says the same and is not read here. It exists because the kernels of other units
+    need it.
     """
     produce, produce_values, produce_drawing = make_producers(spec)
     consume = CONSUMERS[spec.variant.consumer](spec)

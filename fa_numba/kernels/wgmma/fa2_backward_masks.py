@@ -18,7 +18,10 @@ from fa_numba.parts.records import Slot, Tile
 
 @cache
 def make_masks_consumer(spec):
-    """Return the device function ``consume`` for ``fa2_backward.make_backward``."""
+    """Return the device function ``consume`` for ``fa2_backward.make_backward``.
+
+    A thread block has one query head, and its column tile is not shared.
+    """
     grid, key_tiles, gradients = bind(spec, wgmma.grid, wgmma.key_tiles, wgmma.gradients)
     pingpong, visits = bind(spec, wgmma.pingpong, wgmma.visits)
     (transposed,) = bind(spec.transposed, wgmma.products)  # ST = K QT, dPT = V dOT

@@ -4,10 +4,10 @@ float32 matrices in two planes of 16 bits (arXiv 2307.08691, Algorithm 2).
 A product of float32 matrices consists of three products of planes. Each tile's part of dV, dK and
 dQ has a sum of its own. The consumers add dQ from registers to global memory.
 
-Up to d = 64, a consumer computes 64 columns of S, 64 rows of a tile and dQ of these columns. It
-multiplies its dS by a power of two of its own. While one consumer splits P or dS, the products of
-the other run. Above d = 64, dK and dV with these sums do not fit into its registers: one consumer
-computes S, P and dV, the other dP, dS and dK. Shared memory and accesses: at the end.
+Up to d = 64, a consumer computes 64 rows and 64 columns of S, and the part of dQ that these columns
+give. It multiplies its dS by a power of two of its own. While one consumer splits P or dS, the
+products of the other run. Above d = 64, dK and dV with these sums do not fit into its registers:
+one consumer computes S, P and dV, the other dP, dS and dK. Shared memory and accesses: at the end.
 """
 
 from functools import cache

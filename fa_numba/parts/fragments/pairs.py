@@ -120,8 +120,10 @@ def make_read_floats(spec):
 
 @part
 def make_read_sums(spec):
-    """Make ``read_sums(O, row, col, inside)``, which works as ``read_floats`` for rows that start
-    at any address.
+    """Make ``read_sums(O, row, col, inside)``, which works as ``read_floats``.
+
+    If the kernel works with planes and the spec is not ``aligned``, the rows of O can start at any
+    address.
     """
     head_dim = _row_length(spec)
     if spec.features.planes == 1 or spec.aligned:

@@ -48,7 +48,8 @@ def make_read_fragments(spec):
     """Make ``read_fragments(rO, A, row0, rows_end, thread)``, which reads a thread's part of a
     float32 tile.
 
-    Rows at or past ``rows_end``, and rows that another warp owns, become 0.
+    ``rO: (TM, 4 DN)`` are registers. The tile begins at row ``row0`` of A. Rows at or past
+    ``rows_end``, and rows that another warp owns, become 0.
     """
     TM, DN4, STEP = spec.TM, 4 * spec.DN, spec.row_step
     owns, read_floats = make_owns(spec), make_read_sums(spec)
@@ -72,7 +73,8 @@ def make_write_fragments(spec):
     """Make ``write_fragments(rO, A, row0, rows_end, thread)``, which writes a thread's part of a
     float32 tile.
 
-    Rows at or past ``rows_end``, and rows that another warp owns, are not written.
+    ``rO: (TM, 4 DN)`` are registers. The tile begins at row ``row0`` of A. Rows at or past
+    ``rows_end``, and rows that another warp owns, are not written.
     """
     TM, DN4, STEP = spec.TM, 4 * spec.DN, spec.row_step
     owns, write_floats = make_owns(spec), make_write_floats(spec)

@@ -34,22 +34,22 @@ class ChunkMap:
 
     @property
     def width(self):
-        """Number of neighbouring chunks of a row in one turn."""
+        """Number of neighbouring chunks of a row that one turn copies."""
         return gcd(self.chunks, self.threads)
 
     @property
     def along(self):
-        """Number of turns for one row."""
+        """Number of turns that copy one row completely."""
         return self.chunks // self.width
 
     @property
     def down(self):
-        """Number of rows in one turn."""
+        """Number of rows of which one turn copies chunks."""
         return self.threads // self.width
 
     @property
     def right(self):
-        """Number of elements of a row in one turn."""
+        """Number of neighbouring elements of a row that one turn copies: 8 ``width``."""
         return 8 * self.width
 
     @property

@@ -1,7 +1,7 @@
 """Parts of the backward pass on tensor cores: dQ, dK and dV in registers and global memory.
 
-S and dP are transposed in registers. Each warp has its own rows of dK and dV, and the warps share
-the row tile of dQ.
+S and dP are transposed in registers. Each warp computes its own part of dK and dV: its own rows, or
+with two warps for the same rows, half of their columns. The warps share the row tile of dQ.
 """
 
 from functools import cache

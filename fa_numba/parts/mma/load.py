@@ -124,7 +124,8 @@ def make_shared_memory(spec):
     """Make ``shared_memory()``, which returns sQ, sK and sV in shared memory, and a fourth array of
     floats.
 
-    Warps that split the keys exchange O, l and m in the fourth array.
+    The shapes are ``sQ: (Br, d)``, ``sK: (Bc, d)`` and ``sV: (Bc, d_v)``. Warps that split the keys
+    exchange O, l and m in the fourth array, which has ``spec.exchange_floats`` elements.
     """
     (NQ, NK, NV), NO = spec.tile_halves, spec.exchange_floats
     AT_K, AT_V, AT_O = NQ, NQ + NK, (NQ + NK + NV) // 2
@@ -158,7 +159,9 @@ def make_dq_shared_memory(spec):
 
 @part
 def make_column_tiles(spec):
-    """Make ``column_tiles(stage)``, which returns sK and sV of a stage."""
+    """Make ``column_tiles(stage)``, which returns ``sK: (Bc, d)`` and ``sV: (Bc, d_v)`` of a
+    stage.
+    """
     NQ, NK, NV = spec.tile_halves
     AT_K, AT_V = NQ, NQ + spec.stages * NK
 

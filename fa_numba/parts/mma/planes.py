@@ -272,7 +272,8 @@ def make_scale_ds(spec):
 
     All elements of the tile get the same power of two, which depends on the largest finite |dS| of
     the tile. The function also stores the factors for dQ, dK and dV that undo the scaling. Other
-    threads can read them after the next barrier. The function contains a ``syncthreads``.
+    threads can read them after the next barrier. With scaled planes, the function contains a
+    ``syncthreads``. Otherwise it does nothing.
     """
     RS, WARPS, packed = spec.TM * spec.TN, spec.warps, spec.features.packed
     units_of_tile, P = _make_units_of_tile(spec), float32(1.0 / P_SCALE_BACKWARD)
@@ -401,7 +402,8 @@ def make_store_of_planes(spec, of):
     """Make ``store(sT, rT, tile)``, which stores the planes of PT or dST in shared memory.
 
     ``of`` is OF_DV for PT and OF_DQ for dST. The planes are stored one after the other. For dS, the
-    function first scales the values in the registers (``make_scale_ds``).
+    function first scales the values in the registers (``make_scale_ds``). PT is not stored if each
+    warp holds in registers all that it needs of PT.
     """
     TM, TN, pitch, PLANES = spec.TM, spec.TN, spec.rows_ds.pitch, spec.planes
     row_of, column_of, PLANE = make_row(spec), make_column(spec), spec.plane_of_scores

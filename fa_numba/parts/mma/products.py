@@ -1,5 +1,12 @@
 """The matrix products of attention on tensor cores: 16-bit operands, and sums in float32
 registers.
+
+The registers of a thread have these shapes:
+
+- ``rS: (TM, TN)`` and ``rP: (TM, TN)`` hold the thread's part of S or P.
+- ``rO: (TM, 4 DN)`` holds its part of O.
+- ``rQ: (TM / 2, DK, 4)`` holds fragments of Q, in words of two 16-bit elements.
+- In the backward pass S is transposed: ``rS: (TN, TM)``, with a row for each column of S.
 """
 
 from functools import cache
@@ -343,7 +350,8 @@ def make_store_p(spec):
     """Make ``store_p(sP, rP, tile)``, which stores PT, rounded, in shared memory.
 
     A row of sP is a column of S. rP holds P as ``drop`` has marked it: dropped elements are stored
-    as 0. If each warp holds in registers all that it needs of PT, nothing is stored.
+    as 0, and kept ones are multiplied by 1 / (1 - dropout_p). If each warp holds in registers all
+    that it needs of PT, nothing is stored.
     """
     return _make_store(spec, planes.OF_DV)
 

@@ -25,7 +25,9 @@ def offsets(spec):
 def make_backward_shared_memory(spec):
     """Make ``backward_shared_memory()``, which returns sK, sV, sdS, sP and sD in shared memory.
 
-    Only FlashAttention-1 uses sD, the values D of a row tile.
+    The shapes are ``sK: (Bc, d)``, ``sV: (Bc, d_v)``, ``sdS: (Bc, Br)`` and ``sP: (Bc, Br)``, with
+    rows of sdS and sP that are columns of S. If ``row_warps`` is 1, sP is the memory of sdS, and no
+    P is stored there. ``sD: (Br,)`` holds D of a row tile. Only FlashAttention-1 uses it.
     """
     (_, NK, NS), NV = spec.tile_halves, spec.of_values.tile_halves[1]
     AT_V, AT_DS, AT_P = NK, NK + NV, NK + NV + (spec.row_warps - 1) * NS
@@ -43,7 +45,10 @@ def make_backward_shared_memory(spec):
 
 @part
 def make_at(spec):
-    """Make ``at(stage)``, which returns sQ, sdO, sL and sD of a stage."""
+    """Make ``at(stage)``, which returns sQ, sdO, sL and sD of a stage.
+
+    The shapes are ``sQ: (Br, d)``, ``sdO: (Br, d_v)``, ``sL: (Br,)`` and ``sD: (Br,)``.
+    """
     (AT_Q, AT_L), NQ, Br = offsets(spec), spec.tile_halves[0], spec.Br
     NO = spec.of_values.tile_halves[0]
 

@@ -26,8 +26,8 @@ def make_combine(spec):
     """Make ``combine(rO, rm, rl, sO, thread)``, which combines O, l and m of all warps.
 
     If the warps split the keys, each warp has an O, l and m of its own columns. Each warp stores
-    the rows that it does not own in shared memory sO. It then adds the other warps' parts to the
-    rows that it owns:
+    the rows that it does not own in shared memory sO, which has ``spec.exchange_floats`` elements.
+    It then adds the other warps' parts to the rows that it owns:
 
         m_new = max m,  f = exp(m - m_new),  O = sum f O,  l = sum f l
 

@@ -83,7 +83,10 @@ def _make_tile_by_columns(per_thread, apart, chunks, places, width):
 
 @part
 def make_shared_memory(spec):
-    """Make ``shared_memory()``, which returns the tiles sQ, sK, sV and sP in shared memory."""
+    """Make ``shared_memory()``, which returns the tiles sQ, sK, sV and sP in shared memory.
+
+    The shapes are ``sQ: (Br, d)``, ``sK: (Bc, d)``, ``sV: (Bc, d_v)`` and ``sP: (Br, Bc)``.
+    """
     NQ, NK, NV, NP = spec.tile_floats
     AT_K, AT_V, AT_P = NQ, NQ + NK, NQ + NK + NV
 

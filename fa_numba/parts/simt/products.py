@@ -1,9 +1,10 @@
 """The matrix products of attention on CUDA cores: operands in shared memory, results in registers.
 
 The position of a thread is (ty, tx). The thread holds the rows ty + i TY and the columns tx + j TX
-of S. Neighbouring threads read neighbouring rows, which the swizzle of a tile puts into different
-banks. All rows of a tile that one thread reads have the same swizzle, because TX and TY are
-multiples of the number of rows after which the swizzle repeats.
+of S. Its registers are ``rS: (TM, TN)`` for S, ``rO: (TM, DN, 4)`` and ``rT: (TM, DN, 4)`` for O
+and P V, and ``rdV: (CM, DN, 4)`` for dV or dK. Neighbouring threads read neighbouring rows, which
+the swizzle of a tile puts into different banks. All rows of a tile that one thread reads have the
+same swizzle, because TX and TY are multiples of the number of rows after which the swizzle repeats.
 """
 
 from functools import cache
@@ -110,11 +111,11 @@ def _make_read_rows(count, apart):
 
 @part
 def _make_add_scores(TM, TN, apart):
-    """Make ``add_scores(rS, sQ, at_q, rK)``, which adds the product of four columns of Q and K to
-    S.
+    """Make ``add_scores(rS, sQ, at_q, rK)``, which adds products of Q and K over four columns to S.
 
-    ``at_q`` is the byte offset of the four columns in the first row of sQ. The rows are ``apart``
-    bytes apart. ``rK: (TN, 4)`` holds the columns of K.
+    ``at_q`` is the byte offset in sQ of the four columns of the thread's first row. The thread's TM
+    rows are ``apart`` bytes apart. ``rK: (TN, 4)`` holds the four columns of the thread's rows of
+    K.
     """
 
     def add_scores(rS, sQ, at_q, rK):

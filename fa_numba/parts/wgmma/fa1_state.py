@@ -108,11 +108,11 @@ def make_passes(spec):
 
 @part
 def make_load_output(spec):
-    """Make ``load_output(shared, A, i0, starts, head, slot, w, written_phase)``, which loads O
-    (Hopper).
+    """Make ``load_output(shared, A, i0, starts, head, slot, w, written_phase)``, which starts
+    to load Oi.
 
-    It loads the rows of Oi that belong to consumer ``w`` into the consumer's part of a slot. It
-    first waits until this part is empty, and until the consumer has written its rows of O in the
+    It loads the rows of Oi that belong to consumer ``w`` from A into the consumer's part of a slot.
+    It first waits until this part is empty, and until the consumer has written its rows of O in the
     pass before. ``written_phase`` is the phase of the barrier for that. If the visit starts from O
     = 0 (``starts``), it only marks the part as full. With planes it does nothing, because
     ``read_output`` reads O.

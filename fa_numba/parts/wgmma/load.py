@@ -114,10 +114,10 @@ def _make_columns(spec, full, panels):
 
 @part
 def make_columns(spec):
-    """Make ``columns(shared, K, V, j0, head, slot)``, which loads Kj and Vj after their slots are
-    empty.
+    """Make ``columns(shared, K, V, j0, head, slot)``, which starts to load Kj and Vj.
 
-    If different threads load K and V, each thread loads its own tile.
+    It first waits until their slots are empty. If different threads load K and V, each thread loads
+    its own tile. ``slot`` is the ``Slot`` of both pipelines.
     """
     acquire_k, acquire_v = make_acquire(spec.pipelines.k), make_acquire(spec.pipelines.v)
     k, v, look_up, PAGES = make_k(spec), make_v(spec), make_look_up(spec), pages_of_tile(spec)
@@ -236,9 +236,10 @@ def _make_pages(spec, panels):
 def make_look_up(spec):
     """Make ``look_up(pages, j0, head)``, which reads from the block table the pages of Kj and Vj.
 
-    ``pages`` are registers, one for each page that a tile can overlap. Pages past the end of the
-    sequence are 0. Call it before waiting for an empty slot, so that nobody waits for the block
-    table. Without pages it does nothing.
+    ``pages: (pages_of_tile,)`` are registers. Register n gets the page of the n-th run of rows of
+    the tile (``pages.common_rows``). Pages past the end of the sequence are 0. Call it before
+    waiting for an empty slot, so that nobody waits for the block table. Without pages it does
+    nothing.
     """
     page_size, PAGES = spec.features.page_size, pages_of_tile(spec)
     rows = spec.Bc // PAGES
@@ -365,7 +366,7 @@ def make_key_box(spec, ends=None, end=None):
 
 @device_function
 def whole_box(T, row, head):
-    """Return the ``Box`` of a row of a head, for an array in which no sequence ends."""
+    """Return the ``Box`` of a row of a query head, for an array in which no sequence ends early."""
     return Box(head.b, head.h, row)
 
 

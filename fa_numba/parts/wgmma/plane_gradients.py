@@ -1,7 +1,9 @@
 """Parts of the backward pass for float32 matrices, as sums of 16-bit planes, on Hopper.
 
-A consumer computes dV, dK and dQ of its own columns of S. Each tile has sums of its own. They are
-multiplied by the factor that undoes the powers of two of scaled planes, and added in float32.
+For head dimensions up to 64, a consumer computes dV, dK and dQ of its own 64 columns of S. Above
+64, both consumers have the same 64 columns: one computes dV, the other dK, and each half of dQ.
+Each tile has sums of its own. They are multiplied by the factor that undoes the powers of two of
+scaled planes, and added in float32.
 """
 
 from functools import cache

@@ -61,8 +61,8 @@ def make_wait_column(spec):
 def make_store_scores(spec):
     """Make ``store_scores(sS, at, rS)``, which stores this thread's part of ST in shared memory.
 
-    The slot begins at element ``at`` of sS. The thread at the same position in the other consumer
-    reads it.
+    ``rS: (TN, TM)`` are registers. The slot begins at element ``at`` of sS. The thread at the same
+    position in the other consumer reads it.
     """
     RS = spec.TM * spec.TN
 
@@ -79,6 +79,8 @@ def make_store_scores(spec):
 def make_give_scores(spec):
     """Make ``give_scores(shared, at, stage, rS)``, which stores ST as ``store_scores`` and marks
     the slot as full.
+
+    ``stage`` is the number of the slot, and the slot begins at element ``at`` of ``shared.sS``.
     """
     store_scores, full = make_store_scores(spec), spec.pipelines.s.full
 
