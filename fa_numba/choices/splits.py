@@ -244,7 +244,7 @@ def chosen_group_splits(request: Request) -> Chosen:
 
 
 def _can_split_group(request: Request) -> bool:
-    """Return whether the unit has a kernel whose thread blocks share a column tile."""
+    """Return whether the unit has a kernel for the request that splits column tiles."""
     largest = UNITS[request.unit].splits_group.get(request.kernel, 0)
     return not request.features.precision and request.problem.largest_dim <= largest
 

@@ -102,8 +102,9 @@ def mma_tiles(
     float32 in n planes                               "n planes", "planes"
     the same if warps divide the columns              "keys planes"
 
-    The tiles are reduced for short sequences, and until memory and registers hold them. In a
-    forward pass a warp has 32 rows if possible. It has 16 rows with planes, and with a bias. If Br
+    The tiles are reduced for short sequences, and until memory and registers hold them. In standard
+    attention, a warp has 16 rows with tiles of 128 x 128. In a forward pass of FA-1 or FA-2, a warp
+    has 32 rows if possible. It has 16 rows with planes, and with a bias. If Br
     is a multiple of 128, or with key splits, it also has 16 rows for FA-1, and for head dimensions
     and options with which 32 rows would spill registers. In a backward pass of FA-1, or with
     planes, a warp has 16 columns.

@@ -187,7 +187,9 @@ class Unit(ABC):
         ``plain``, and no options except causal and splits   the fastest measured tiles, if any
         otherwise                                            the tiles of ``rule``
 
-        For the second case the rows must be aligned, and V must have the head dimension of Q.
+        ``plain`` says whether measured tiles may be used at all. For the second case the rows must
+        be aligned, and V must have the head dimension of Q. ``select`` makes a spec of tiles, and
+        raises ValueError for tiles that the kernel cannot have. ``rule`` takes no arguments.
         """
         if request.choices.tiles is not None:
             return Chosen(request.choices.tiles, "chosen by the caller")

@@ -70,7 +70,8 @@ def _make_read_rows(facts):
     """Make ``read_rows(rX, X, row0, rows_end)``, which reads a lane's pairs of elements of ROWS
     rows.
 
-    ``rX`` are registers. Rows at or past ``rows_end`` become 0.
+    ``rX: (ROWS, ceil(d / 64), 2)`` are registers. They get the columns 2 l + 64 c and 2 l + 64 c +
+    1 for lane l and pair c. The rows begin at ``row0``. Rows at or past ``rows_end`` become 0.
     """
     d, PAIRS, aligned = facts.head_dim, ceil_div(facts.head_dim, 64), facts.aligned
     read_floats = make_read_floats(facts)

@@ -86,7 +86,11 @@ class Schedule(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """The tiles of a forward kernel in shared memory, and the pipelines' barriers (Hopper)."""
+    """The tiles of a forward kernel in shared memory, and the pipelines' barriers (Hopper).
+
+    A slot of Q has Br rows of d elements. A slot of K has Bc rows of d elements, and a slot of V
+    has Bc rows of d_v elements. A tile is stored in panels of 64 columns.
+    """
 
     sQ: Any
     sK: Any
@@ -100,7 +104,7 @@ class SharedWithO(NamedTuple):
     sQ: Any
     sK: Any
     sV: Any
-    sO: Any  # tiles of O in float32
+    sO: Any  # slots of O in float32: Br rows of d_v elements, in panels of 32 columns
     bars: Any
     words: Any  # with a block mask: for each consumer's part of a slot of Q, what comes after it
 
@@ -181,7 +185,10 @@ class KeyTile(NamedTuple):
 
 
 class RowSlots(NamedTuple):
-    """The slots in shared memory into which a backward kernel loads row tiles (Hopper)."""
+    """The slots in shared memory into which a backward kernel loads row tiles (Hopper).
+
+    A slot has Br rows of d elements of Q, Br rows of d_v elements of dO, and Br floats of L and D.
+    """
 
     sQ: Any
     sdO: Any
@@ -189,7 +196,11 @@ class RowSlots(NamedTuple):
 
 
 class BackwardShared(NamedTuple):
-    """The shared memory of a backward kernel of FA-2 for Hopper."""
+    """The shared memory of a backward kernel of FA-2 for Hopper.
+
+    The shapes are ``sK: (Bc, d)``, ``sV: (Bc, d_v)`` and, for each slot, ``sdS: (Bc, Br)``, with a
+    row for each column of S. ``sdQ`` has ``spec.query_floats`` elements in float32.
+    """
 
     sK: Any
     sV: Any
@@ -248,7 +259,7 @@ class QueryRows(NamedTuple):
 class WideShared(NamedTuple):
     """The shared memory of the backward kernel for head dimensions above 128 (Hopper).
 
-    It has a tile of S in float32, and no tiles of dS and dQ.
+    It has a tile of ST in float32 for each slot (sS), and no tiles of dS and dQ.
     """
 
     sK: Any

@@ -1,3 +1,5 @@
+"""The kernels on tensor cores (``mma.sync``), one algorithm per module."""
+
 from fa_numba.kernels.mma import (
     fa1_backward,
     fa1_forward,

@@ -1,3 +1,5 @@
+"""The kernels on CUDA cores, one algorithm per module."""
+
 from fa_numba.kernels.simt import (
     append,
     fa1_backward,

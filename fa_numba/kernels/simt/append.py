@@ -28,7 +28,7 @@ def make_append(head_dim, d_v, dtype, page_size, aligned, ragged):
     entries).
 
     ``blocks`` is computed for the larger one of the head dimensions of K and V. With ``ragged``,
-    sequence b has ``new_lens[b]`` new rows. Otherwise it has all rows of the arrays.
+    sequence b has ``new_lens[b]`` new rows. Otherwise every row of the new arrays is appended.
     """
     width, most = DTYPES[dtype].chunk if aligned else 1, max(head_dim, d_v)
     pieces, copy, matrix = most // width, _copy(dtype, aligned), _matrix(dtype)

@@ -20,8 +20,10 @@ def make_initialise(spec):
     """Make ``initialise(rO, rl, rm, state, row0, rows_end, head, thread)``, which initialises O, l
     and m.
 
-    It writes O = 0, l = 0 and m = -inf to global memory, or l = 1 and m = s with a sink s. It does
-    this for the row tiles from ``row0`` to ``rows_end`` that no visit initialises. If the first
+    It writes O = 0, l = 0 and m = -inf to global memory, or l = 1 and m = s with a sink s. The
+    zeros go to the array O, and also to A if the first visit of a row tile reads A (without a block
+    mask and without planes). It does this for the row tiles from ``row0`` to ``rows_end`` that no
+    visit initialises. If the first
     pass initialises all row tiles, it does nothing. ``rO``, ``rl`` and ``rm`` are registers that it
     may overwrite.
     """

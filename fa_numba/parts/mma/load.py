@@ -143,7 +143,8 @@ def make_shared_memory(spec):
 def make_dq_shared_memory(spec):
     """Make ``dq_shared_memory()``, which returns sQ, sdO, sK and sV in shared memory.
 
-    The kernel that computes only dQ uses it.
+    The shapes are ``sQ: (Br, d)``, ``sdO: (Br, d_v)``, ``sK: (Bc, d)`` and ``sV: (Bc, d_v)``. The
+    kernel that computes only dQ uses it.
     """
     (NQ, NK, _), (NO, NV, _) = spec.tile_halves, spec.of_values.tile_halves
     AT_DO, AT_K, AT_V = NQ, NQ + NO, NQ + NO + NK

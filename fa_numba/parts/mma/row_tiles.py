@@ -84,6 +84,7 @@ def make_load(spec):
 def make_at_with_o(spec):
     """Make ``at_with_o(stage)``, which returns sQ, sdO, sO and sL of a stage.
 
+    The shapes are ``sQ: (Br, d)``, ``sdO: (Br, d_v)``, ``sO: (Br, d_v)`` and ``sL: (Br,)``.
     FlashAttention-1 uses it, because it computes D from dO and O in every pass.
     """
     (AT_Q, AT_L), NQ, Br = offsets(spec), spec.tile_halves[0], spec.Br

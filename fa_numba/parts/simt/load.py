@@ -105,7 +105,8 @@ def make_dq_shared_memory(spec):
     """Make ``dq_shared_memory()``, which returns the tiles sQ, sdO, sK, sV and sdS in shared
     memory.
 
-    The kernel that computes only dQ uses it.
+    The shapes are ``sQ: (Br, d)``, ``sdO: (Br, d_v)``, ``sK: (Bc, d)``, ``sV: (Bc, d_v)`` and
+    ``sdS: (Br, Bc)``. The kernel that computes only dQ uses it.
     """
     (NQ, NK, NP), (NO, NV, _) = spec.tile_floats, spec.of_values.tile_floats
     AT_DO, AT_K, AT_V, AT_DS = NQ, NQ + NO, NQ + NO + NK, NQ + NO + NK + NV
@@ -124,6 +125,9 @@ def make_dq_shared_memory(spec):
 def make_backward_shared_memory(spec):
     """Make ``backward_shared_memory()``, which returns the tiles sQ, sdO, sK, sV, sP and sdS in
     shared memory.
+
+    The shapes are ``sQ: (Br, d)``, ``sdO: (Br, d_v)``, ``sK: (Bc, d)``, ``sV: (Bc, d_v)``,
+    ``sP: (Br, Bc)`` and ``sdS: (Br, Bc)``.
     """
     (NQ, NK, NP), (NO, NV, _) = spec.tile_floats, spec.of_values.tile_floats
     AT_DO, AT_K, AT_V = NQ, NQ + NO, NQ + NO + NK

@@ -193,9 +193,10 @@ def _make_add_to_rows(rows, DN, apart):
     """Make ``add_to_rows(rT, rP, first, b, c)``, which adds the product of one column of rP and
     four numbers b.
 
-    In row i, group c of the four columns gets rP[first + i apart] b. Each number of b multiplies
-    all rows one after the other, downwards or upwards in turn. Consecutive multiply-adds then share
-    a factor, so that the assembler rarely reads three registers for one instruction.
+    In row i, the four columns of group c get rP[first + i apart] times the four numbers of b. Each
+    number of b multiplies all rows one after the other, downwards or upwards in turn. Consecutive
+    multiply-adds then share a factor, so that the assembler rarely reads three registers for one
+    instruction.
     """
 
     def add_to_rows(rT, rP, first, b, c):

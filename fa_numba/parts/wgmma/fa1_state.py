@@ -345,9 +345,10 @@ def make_initialise(spec):
     """Make ``initialise(rO, rl, rm, shared, out, tile)``, which initialises O, l and m in global
     memory.
 
-    It writes O = 0, l = 0 and m = -inf, or l = 1 and m = s with a sink s. It does this for this
-    consumer's rows of the block, from ``tile.i0`` on, in row tiles that no visit initialises. If
-    the first pass initialises all row tiles, it does nothing.
+    It writes O = 0, l = 0 and m = -inf, or l = 1 and m = s with a sink s. The zeros go to the array
+    O, and also to A if the first visit of a row tile reads A (without a block mask and without
+    planes). It does this for this consumer's rows of the block, from ``tile.i0`` on, in row tiles
+    that no visit initialises. If the first pass initialises all row tiles, it does nothing.
     """
     Br, start, initialises = spec.Br, make_start(spec), spec.features.initialises
     write_tile, write_sums = make_write_tile(spec, whole_box), _make_write_sums(spec)

@@ -88,7 +88,8 @@ def make_product_of_planes(spec, count):
 def make_split_pair(spec, times=P_SCALE):
     """Make ``split_pair(rP, n, low, high)``, which stores the planes of two elements of P.
 
-    They go to word n of each plane in rP. Scaled planes are multiplied by ``times`` before.
+    The planes of ``low`` and ``high`` go to word n of each plane in rP. With scaled planes, both
+    elements are multiplied by ``times`` first.
     """
     WORDS, scaled = spec.p_registers // spec.planes, spec.features.scaled
     split, P = make_split(spec.dtype, spec.planes), times
