@@ -1,4 +1,4 @@
-"""Functions that kernels call."""
+"""The decorator ``device_function``, for functions that kernels call."""
 
 from __future__ import annotations
 

@@ -53,10 +53,10 @@ class Kernel:
         self._compiled[device] = kernel
 
     def built(self, capability: tuple[int, int]) -> tuple[bytes, str]:
-        """Return the machine code (cubin) for the current GPU, and the name of its entry point.
+        """Return the machine code (cubin) for a GPU, and the name of its entry point.
 
         The machine code is read from disk, or else compiled and stored on disk. ``capability`` is
-        the compute capability of the current GPU.
+        the compute capability of the GPU, which need not be in this machine.
         """
         kept = kernel_cache.read(self, capability)
         if kept is not None:

@@ -123,7 +123,12 @@ def _arch(capability: tuple[int, int]) -> str:
 
 
 def _linked(code: bytes, kind: str, arch: str, **options: Any) -> tuple[bytes, str]:
-    """Return what NVIDIA's linker makes of LTO-IR or PTX, "ptx" or "cubin", and its log."""
+    """Link LTO-IR or PTX with NVIDIA's linker. Return PTX or machine code, and the linker's log.
+
+    ``code`` is LTO-IR if the options contain "link_time_optimization", and otherwise PTX. ``kind``
+    is "ptx" or "cubin", the code to return. ``arch`` is the architecture, such as "sm_90a".
+    ``options`` are further options of ``cuda.core.LinkerOptions``.
+    """
     from cuda.core import Linker, LinkerOptions, ObjectCode
 
     optimised = "link_time_optimization" in options

@@ -102,8 +102,9 @@ def _without_repeats() -> Iterator[None]:
 def _replacements() -> tuple[Replacement, ...]:
     """Return the replacements of ``front_end`` for functions of the other compiler.
 
-    The other compiler contains a copy of numba-cuda's modules. It lowers to MLIR, so that the
-    replacements of the module ``lowering`` do not apply.
+    The other compiler contains a copy of numba-cuda's modules. Only the replacements of the modules
+    ``_FRONT_END`` are used. The replacements of ``lowering`` do not apply, because the other
+    compiler lowers to MLIR.
     """
     found: list[Replacement] = []
     for module in _FRONT_END:

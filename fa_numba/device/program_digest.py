@@ -284,7 +284,11 @@ def _template(code: CodeType) -> Template:
 
 
 def definition(code: CodeType) -> ast.FunctionDef | ast.Lambda | None:
-    """Return the syntax tree of the function with this code; None if the source is missing."""
+    """Return the syntax tree of the function with this code.
+
+    Return None if the source is missing, or if several lambdas are on the line and none of them
+    fits the code.
+    """
     lines = tuple(lines_of(code))
     found = _functions(lines).get((code.co_firstlineno, code.co_name), ())
     if len(found) < 2:

@@ -2,8 +2,8 @@
 
 A kernel takes such an array as an argument of the type ``TiledType``. The argument contains the
 shape, and 128 bytes that the copy engine reads (``__grid_constant__`` in CUDA C++). The driver
-encodes these bytes once per call. References: CUDA Driver API, "Tensor Map Object Management"; PTX
-ISA, "Tensors".
+encodes these bytes when a launch is recorded; each run only replaces the address. References: CUDA
+Driver API, "Tensor Map Object Management"; PTX ISA, "Tensors".
 """
 
 from __future__ import annotations

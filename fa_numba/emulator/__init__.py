@@ -13,7 +13,6 @@ It raises an error on races in shared and global memory, conflicts between threa
 uninitialised memory, divergent barriers, deadlock and accesses out of bounds. The error names the
 thread block, thread, array and source line.
 
-    run.py               launches: thread blocks and groups of lanes in turn
     run.py               launches: the order in which thread blocks and groups of lanes run
     arguments.py         converts the arguments of a launch for the kernel
     progress.py          the time limit and the progress bar of a launch

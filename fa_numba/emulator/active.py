@@ -148,9 +148,9 @@ class Active(Flow):
         return taken[0].item() if (taken == taken[0]).all() else of_block[blocks]
 
     def whole_blocks(self, lanes: np.ndarray) -> np.ndarray:
-        """Return `lanes` unchanged. Raise OneByOne unless they are all lanes or none of each block.
+        """Return `lanes` unchanged. Raise OneByOne if they are only some lanes of a thread block.
 
-        `lanes` has one bool per lane. Block means a thread block that runs.
+        `lanes` has one bool per lane.
         """
         if (self.by_block(lanes) % self.threads).any():
             raise OneByOne

@@ -24,8 +24,10 @@ _parameters: WeakKeyDictionary[Callable[..., None], list[str]] = WeakKeyDictiona
 def passed(context: Launch, function: Callable[..., None], args: Sequence[Any]) -> list[Any]:
     """Return the arguments of a launch as the objects with which the kernel computes.
 
-    Every NumPy array becomes a `GlobalArray`, and is added to ``context.arrays``. Raise TypeError
-    for a wrong number of arguments, and for an argument that numba.cuda does not accept.
+    A NumPy array becomes a `GlobalArray`, which is added to ``context.arrays``. A structured array
+    becomes `Records`, with a `GlobalArray` for each field. An array without axes becomes a number.
+    Raise TypeError for a wrong number of arguments, and for lists, sets, dictionaries, ranges and
+    arrays of other libraries.
     """
     names = _parameters.get(function)
     if names is None:

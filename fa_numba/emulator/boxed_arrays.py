@@ -42,8 +42,8 @@ class BoxLayout(NamedTuple):
     steps : tuple of int, default ()
         Numbers that the kernel reads as ``array.steps``: the strides of a batch entry, of a head
         and of a row, divided by the stride of the map's second axis. From them the kernel computes
-        the index along the second axis at which a sequence ends. Empty
-        if the map was made without such an axis (``TiledArray.ends`` is False).
+        the index along the second axis at which a sequence ends. Empty if the map was made without
+        such an axis (``TiledArray.ends`` is False).
     swizzle : int, default 128
         Bytes within which the 16-byte chunks of a row are permuted in shared memory.
     fill : float, default 0

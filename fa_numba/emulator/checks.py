@@ -163,7 +163,10 @@ def shared_load(
     data, written, reads, touched, first, length, itemsize, e, width, mask, tids, starts, seen,
     base, stats, scratch, out, pairs,
 ):  # fmt: skip
-    """Check and count loads, and copy the elements of every lane to out[:, lane]."""
+    """Check and count loads, and copy the elements of every lane to out[:, lane].
+
+    `pairs` is described in `_wavefronts`.
+    """
     for k in range(e.size):
         if not mask[k]:
             continue
@@ -331,7 +334,9 @@ def may_access(kind, start, stop, block, several, writers, readers, atomics):
 
     The elements are from `start` to `stop`. A conflict is an access of another thread block, if one
     of the two writes and not both are atomic. `writers`, `readers` and `atomics` are the arrays of
-    `Owners`. `several` says whether several thread blocks run at the same time.
+    `Owners`. `several` says whether several thread blocks run at the same time. Their atomic
+    additions are made later, so that another access of the same thread block to such an element is
+    a conflict too.
     """
     for p in range(start, stop):
         if writers[p] != 0 and writers[p] != block:
@@ -380,9 +385,10 @@ def global_access(
     """Count the sectors of an access to global memory, and check and record the access.
 
     Every lane accesses `valid` elements from `e` on; `width` is the greatest number. `address` is
-    the address of the array's first byte. A sector is counted once for each different value of
-    `pieces`; see `GlobalArray.source`. Thread blocks are numbered from `first` on. If `several` run
-    at the same time, their atomic additions are made later.
+    the number of bytes from the beginning of the allocation to the array's memory. A sector is
+    counted once for each different value of `pieces`; see `GlobalArray.source`. Thread blocks are
+    numbered from `first` on. If `several` run at the same time, their atomic additions are made
+    later.
 
     Returns
     -------

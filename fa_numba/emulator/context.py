@@ -70,8 +70,9 @@ class Context(Active):
     -----
     The emulator finds races by stamps. A stamp is an integer that records an access to an element:
     clock * 2048 + code. The code says which thread accessed the element: 0 to 1023 is one thread,
-    1024 + w is several threads of warp w. The clock says when. It is a counter that grows whenever
-    threads synchronise; a stamp has the clock of the accessing warp's last synchronisation.
+    1024 + w is several threads of warp w. Greater codes are for copies of boxes and matrix
+    products. The clock says when. It is a counter that grows whenever threads synchronise; a stamp
+    has the clock of the accessing warp's last synchronisation.
 
     For each pair of warps, the emulator keeps a stamp. All accesses of the first warp below this
     stamp certainly happened before the next access of the second warp. Two accesses to an element

@@ -102,9 +102,9 @@ class Counts:
         Traffic of each line of the kernels in global memory and in shared memory.
     instructions : Counter of str to int
         Instructions of warps, by class: "load", "store", "atomic", "copy", "mma", "fma"
-        (multiply-adds to an element of an array), "exp", "shuffle", "barrier" (mbarriers too),
-        "tma" (copies of boxes) and "wgmma" (matrix products of a warpgroup: one instruction for
-        every 16 elements of the axis that is summed over).
+        (multiply-adds to an element of an array), "exp", "shuffle", "vote" (votes and matches of a
+        warp), "barrier" (mbarriers too), "tma" (copies of boxes) and "wgmma" (matrix products of a
+        warpgroup: one instruction for every 16 elements of the axis that is summed over).
     reports : list of EmulatorError
         Races that were found with ``races="report"``. Each has the attributes `block`, `thread`,
         `array` and `line`. Empty otherwise.

@@ -160,6 +160,7 @@ class MissingFence(EmulatorError):
 
     The copy engine and the tensor cores access memory by another path (proxy) than threads. A fence
     is needed between the write by a thread and the access by the copy engine or the tensor cores.
+    The error is also raised if an mbarrier is used without a fence after its initialisation.
     """
 
 
@@ -173,9 +174,10 @@ class UninitialisedRead(EmulatorError):
 
 
 class BarrierDivergence(EmulatorError):
-    """A barrier or a warp collective that only some of its threads reach.
+    """A barrier, a warp collective or a `wgmma` product that only some of its threads reach.
 
-    All of these threads must reach the barrier or the collective.
+    All of these threads must reach it. The error is also raised if the warps of a warpgroup end
+    with different numbers of registers.
     """
 
 
@@ -191,14 +193,22 @@ class BarrierMisuse(EmulatorError):
 
 
 class Deadlock(EmulatorError):
-    """Threads that wait for each other: no thread of the thread block can go on.
+    """Threads that would wait for ever.
 
-    They wait at named barriers, mbarriers or warp collectives that no running thread can complete.
+    There are three cases:
+
+    - no thread of a thread block can go on, because all wait at named barriers, mbarriers or warp
+      collectives that no thread completes;
+    - some thread blocks wait for the grid, and others have ended;
+    - the warps take more registers than the launch has.
     """
 
 
 class OutOfBounds(EmulatorError):
-    """An index below zero or past the end of an array."""
+    """An index outside of an array.
+
+    A negative index counts from the end of its axis, unless the launch has ``wraparound=False``.
+    """
 
 
 class Misaligned(EmulatorError):

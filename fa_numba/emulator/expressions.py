@@ -35,7 +35,7 @@ class Expressions(ast.NodeTransformer):
                 self.truths |= {x.id for x in each.targets if isinstance(x, ast.Name)}
 
     def temporary(self, kind: str) -> str:
-        """Return a new name for a temporary variable."""
+        """Return a new name, which begins with `kind`, for a temporary variable."""
         self.count += 1
         return f"{kind}{self.count}"
 

@@ -104,7 +104,7 @@ class GlobalArray(Unconverted):
     name : str
         Name of the kernel's parameter.
     values : ndarray
-        The caller's array: bool, integer or float, in native byte order.
+        The caller's array: bool, integer, float or complex, in native byte order.
 
     Raises
     ------

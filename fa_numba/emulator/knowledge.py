@@ -231,7 +231,10 @@ class Knowledge(Waiting):
         return bad, known
 
     def fences_of(self, known: np.ndarray) -> np.ndarray:
-        """Return for each thread of the thread block the stamp of its last fence in `known`."""
+        """Return for each thread the stamp of its last fence that happened before; 0 if none.
+
+        A fence happened before if its stamp is below the stamp of the fencing thread in `known`.
+        """
         found = np.zeros(self.warps * WARP, np.int64)
         for tids, stamp in (fence for fences in self._fences.values() for fence in fences):
             there = tids[stamp + tids < known[tids]]

@@ -165,7 +165,7 @@ def to_float(value: Any) -> Any:
 
 
 def to_complex(real: Any, imag: Any = 0) -> Any:
-    """Return `complex(real, imag)` as complex128 by lane."""
+    """Return `complex(real, imag)` by lane."""
     if real.__class__ is array or imag.__class__ is array:
         return np.asarray(real) + 1j * np.asarray(imag)
     return np.complex128(complex(real, imag))

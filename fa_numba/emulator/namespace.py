@@ -39,8 +39,9 @@ _DTYPES |= {float: np.dtype("float32"), to_float: np.dtype("float64"), to_int: n
 def element_type(dtype: Any) -> np.dtype:
     """Return the NumPy dtype for the `dtype` argument of an array that a kernel makes.
 
-    `dtype` is a cast of `CASTS`, Python's `float`, a numba type or a NumPy dtype. ``float`` means
-    float32.
+    `dtype` is a cast of `CASTS`, Python's `float`, a numba type or a NumPy dtype. Python's `float`
+    means float32. In a kernel, ``float`` and ``int`` are `to_float` and `to_int` instead: these two
+    mean float64 and int64.
     """
     known = _DTYPES.get(dtype)
     if known is not None:
@@ -102,14 +103,18 @@ class Arrays:
         self._make = make
 
     def array(self, shape: Any, dtype: Any, alignment: int | None = None) -> Any:
-        """Return a new array. The elements have no values yet, and `alignment` is ignored."""
+        """Return the array that this call makes; `alignment` is ignored.
+
+        See `Context.static_array` (shared memory) and `Context.local_array` (local memory).
+        """
         return self._make(shape, dtype)
 
 
 class Namespace(WarpFunctions):
     """The emulator's `cuda` for one launch.
 
-    `run.py` sets `threadIdx`, `blockIdx` and `laneid` each time another group of lanes runs.
+    `run.py` sets `threadIdx` and `laneid` each time another group of lanes runs. `context.py` sets
+    `blockIdx` when thread blocks begin.
     """
 
     popc, clz, ffs, brev = map(staticmethod, (bits.popc, bits.clz, bits.ffs, bits.brev))

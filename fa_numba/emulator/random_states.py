@@ -15,7 +15,7 @@ State = tuple[np.ndarray, np.ndarray]  # the two 64-bit words of each generator,
 
 
 def _first(seed: int) -> int:
-    """Return the number that is both halves of the first generator's state, by splitmix64."""
+    """Return the 64-bit word that fills both words of the first generator's state (splitmix64)."""
     z = (seed + 0x9E3779B97F4A7C15) & ONES
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & ONES
     z = (z ^ z >> 27) * 0x94D049BB133111EB & ONES
@@ -53,7 +53,7 @@ def _bits(state: State) -> np.ndarray:
 
 
 def _words(bits: np.ndarray) -> State:
-    """Return the states with these bits, shape (n, 128)."""
+    """Return the states of generators, given their bits as zeros and ones, shape (n, 128)."""
     words = bits.reshape(-1, 2, WORD).astype(np.uint64) << np.arange(WORD, dtype=np.uint64)
     a, b = np.bitwise_or.reduce(words, axis=2).T
     return a, b

@@ -6,8 +6,9 @@ In the rewritten function a value is a Python number if it is equal in all lanes
 over the lanes. In Python, one value decides in `if`, `while`, `and`, `or` and conditional
 expressions. If this value is an array, the rewritten function calls `flow.py`. Each branch then
 runs under a mask, for the lanes that take it. Its assignments are merged with the other lanes'
-values. Operators, calls and subscripts stay unchanged, since NumPy arrays and the emulator's arrays
-define them.
+values. Most operators, calls and subscripts stay unchanged, since NumPy arrays and the emulator's
+arrays define them. A few expressions become calls of the emulator, such as divisions, `not`, and
+literal negative indices.
 
 Lanes may disagree on a `break`, `continue` or `return`. In functions outside of this package, they
 then use a second version of the function (`masked`), in which the lanes that have left are masked
@@ -56,8 +57,8 @@ def rewritten(code: CodeType, masked: bool = False) -> tuple[CodeType, frozenset
 
     If `masked`, lanes may disagree on a `break`, `continue` or `return`.
 
-    Raises ValueError if the source is not available, or has statements that are not supported:
-    generators, `try`, `with`, `else` of a loop.
+    Raises ValueError if the source is not available, or has statements that are not supported, such
+    as `try`, `with`, `yield`, `else` of a loop, or a function inside the function.
     """
     known = _rewritten.get((id(code), masked))
     if known is None or known[0] is not code:

@@ -422,14 +422,14 @@ def launch(
     """Run a Numba-CUDA kernel on the CPU, count its accesses to memory and find its faults.
 
     ``launch(kernel, grid, block, x, y)`` does on the CPU what ``kernel[grid, block](x, y)`` does on
-    a GPU. No GPU is needed. The kernel is an ordinary kernel of ``numba.cuda``. The emulator
-    supports those functions of ``numba.cuda`` that the kernels of fa_numba use.
+    a GPU. No GPU is needed. The kernel is an ordinary kernel of ``numba.cuda``. The table in
+    fa_numba/emulator/README.md lists the functions of ``numba.cuda`` that a kernel can call here.
 
     Parameters
     ----------
     kernel : callable
-        A kernel with ``@cuda.jit``, or a plain Python function. Its source must be in a file or in
-        a notebook's cell.
+        A kernel with ``@cuda.jit``, or a plain Python function. Its source must be in a file, in a
+        notebook's cell, or typed at Python's prompt.
     grid : int or tuple of int
         Thread blocks along one to three axes.
     block : int or tuple of int
@@ -444,7 +444,7 @@ def launch(
     races : {"raise", "report", "ignore"}, default "raise"
         What to do about races, in shared memory and in global memory. "raise": raise an error at
         the first race. "report": go on, and list the races in ``counts.reports``, once for each
-        source line, array and kind of access. "ignore": do not look for races.
+        source line, array and class of error. "ignore": do not look for races.
     time_limit : float or None, default 30.0
         Seconds after which the launch ends with an error. None: no limit. After two seconds, a
         progress bar appears if stderr is a terminal.

@@ -3,8 +3,9 @@
 For each element, the emulator keeps the stamp of the last write, and for each warp the stamp of the
 warp's last read. A stamp is the integer clock * STAMP + code. The clock says when the accessing
 thread's warp last synchronised. The code says who accessed: a thread (0 to 1023), or several
-threads of one warp (1024 + warp). The clock advances at every barrier of the thread block, at every
-named barrier, and at every `syncwarp` of a complete warp.
+threads of one warp (1024 + warp). Greater codes are for copies of boxes and matrix products. The
+clock advances at every barrier of the thread block, at every named barrier, at every arrival at an
+mbarrier, at every fence, and at every `syncwarp` of a complete warp.
 
 Each warp has a vector clock `seen`, with one stamp for each warp of the thread block. Accesses of
 that warp below the stamp happened before the present. The stamp is never below the stamp of the
@@ -504,7 +505,9 @@ class SharedArray(Unconverted):
         SharedHazard
             If an element may still be read or written.
         OutOfBounds
-            If an element is outside of shared memory.
+            If an element is outside of the array.
+        Misaligned
+            If the first element's position is not a multiple of n.
         """
         group, buffer, site = self.ctx.group, self.buffer, self.ctx.numbered_site()
         e, who = group.lanes(e), (buffer.copiers, buffer.sites, site)

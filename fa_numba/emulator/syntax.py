@@ -159,8 +159,9 @@ def assigned_within(statements: Iterable[ast.stmt], within: bool = False) -> set
 def multiply_add_chain(statements: list[ast.stmt]) -> list[ast.AugAssign]:
     """Return the chain of multiply-adds with which a list of statements begins.
 
-    The chain consists of at most 8 statements `array[index] += a * b` with one array. After the
-    first, the statements contain no function calls, and do not read the array in a and b.
+    The chain consists of at most 8 statements `array[index] += a * b` with one array. From the
+    second statement on, a and b contain no function calls and do not read the array, and `is_pure`
+    is true for the index.
     """
     found: list[ast.AugAssign] = []
     array = ""

@@ -59,7 +59,7 @@ class Operand:
 
     @property
     def _used_strides(self) -> tuple[int, ...]:
-        """The strides in bytes. Axes of length 0 or 1 have a fixed stride, because none is used."""
+        """The strides in bytes. Axes of length 0 or 1 get a fixed stride, as no index uses it."""
         return used_strides(self.shape, self.strides, STORED[self.dtype].bytes)
 
     @property
@@ -102,7 +102,7 @@ def variable_of(name: str) -> str:
 def check_dtype(name: str, dtype: str, library: str, allowed: Sequence[str]) -> None:
     """Raise TypeError unless ``dtype`` is ``allowed``.
 
-    The message shows how to convert an array of this ``library``.
+    If there is a safe conversion, the message shows it for an array of this ``library``.
     """
     if dtype not in allowed:
         if name == "out" and len(allowed) == 1:
@@ -440,7 +440,7 @@ def lies_on_gpu(array: Any) -> bool:
     """Return whether ``array`` is on a GPU, so that kernels can read it there.
 
     Return False for JAX arrays. JAX computes on its own streams, so its arrays are copied to the
-    host.
+    host. Return False too for arrays that have DLPack and no ``__cuda_array_interface__``.
     """
     if _of_library("torch", "Tensor", array):
         return bool(array.is_cuda)
@@ -489,8 +489,9 @@ def on_host(name: str, array: Any) -> np.ndarray:
 def added_mask(mask: Any) -> Any:
     """Return the float32 array that ``attn_mask`` adds to the scores, on the device of the mask.
 
-    A bool mask becomes 0 for True and -inf for False. Numbers are converted to float32. An argument
-    that is no mask is returned unchanged, and ``operand`` raises the error later.
+    A bool mask becomes 0 for True and -inf for False. Numbers of 16 bits are converted to float32.
+    Any other argument is returned unchanged. If it is not a float32 array, ``operand`` raises the
+    error later.
     """
     if _of_library("torch", "Tensor", mask):
         torch = sys.modules["torch"]
@@ -560,7 +561,8 @@ def operand_of_out(
     """Return the operand of the argument ``out``, or None if the caller did not pass ``out``.
 
     Raises ValueError or TypeError unless ``out`` has ``shape``, has the dtype and the device of
-    ``first``, is writable, and shares no memory with the ``inputs``.
+    ``first``, is of the same library as the ``inputs``, is writable, shares no memory with the
+    inputs, and has a separate address for each element.
     """
     if out is None:
         return None

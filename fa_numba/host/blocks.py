@@ -116,9 +116,10 @@ def _of_states(states: np.ndarray, size: BlockSize, seqlens: tuple[int, int]) ->
 
 
 def listed(states: np.ndarray) -> dict[str, np.ndarray]:
-    """Compute the arrays that kernels read from the states of the blocks, by name.
+    """Return the arrays of a block mask that kernels read, by name, given the states of its blocks.
 
-    The kernel ``make_lists`` computes equal arrays on a GPU.
+    These are the states, and the next visited block in each row and column of blocks. The kernel
+    ``make_lists`` computes equal arrays on a GPU.
     """
     visited = states != EMPTY
     next_column, next_row = next_visited(visited, -1), next_visited(visited, -2)

@@ -2,7 +2,8 @@
 
 A block mask or a backward pass calls a function again later. The caller may have changed a captured
 array in place since then. Small arrays are therefore copied. Larger arrays are watched: a call
-raises an error if such an array has changed.
+raises an error if such an array has changed. A larger array is copied too if it is on a GPU and not
+a torch tensor, or if torch does not count its changes.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ _watched: WeakKeyDictionary[FunctionType, tuple[Watched, ...]] = WeakKeyDictiona
 def holding(option: str, function: Any, *, tensors: bool = True) -> FunctionType:
     """Return a copy of a caller's function that keeps the values that the function captures now.
 
-    ``option`` is the name of the argument, such as "score_mod". Captured arrays are copied, or
-    watched if they are large: ``check`` then raises an error if such an array has changed. With
-    ``tensors=False``, torch tensors are neither copied nor watched.
+    ``option`` is the name of the argument, such as "score_mod". Captured arrays are copied or
+    watched, as the docstring of the module says: ``check`` raises an error if a watched array has
+    changed. With ``tensors=False``, torch tensors are neither copied nor watched.
     """
     mod, values = mods.captured(option, function)
     held, watched = dict(values), []

@@ -155,7 +155,9 @@ def plan_of_merge(
 
     The first launch merges two parts, and each further launch merges one more part. Sums between
     the launches are float32. ``sizes`` is (B, H, N, d) of a part. ``shapes`` are the shapes of O
-    and L in the caller's layout.
+    and L in the caller's layout. ``dtype`` is the dtype of the parts and of O. ``aligned`` says
+    that all rows start at 16-byte addresses. ``_dlse`` is not used; it lets callers pass the
+    arguments of ``plan_of_merge_backward``.
     """
     batch, heads, rows, d = sizes
     grid = (blocks(rows, d, aligned), heads, batch)

@@ -107,8 +107,9 @@ def check_grid(plan: LaunchPlan, of: str) -> None:
 def made_on(stream: Any, array: Any):
     """Return a context in which torch computes on ``stream``.
 
-    torch reuses memory that was allocated inside only after earlier work on ``stream``. The context
-    does nothing if ``stream`` is None, or if ``array`` is not a torch tensor on a GPU.
+    When torch frees an array that was allocated inside the context, only later work on ``stream``
+    reuses the memory. The context does nothing if ``stream`` is None, or if ``array`` is not a
+    torch tensor on a GPU.
     """
     torch = sys.modules.get("torch")
     if stream is None or torch is None or not isinstance(array, torch.Tensor) or not array.is_cuda:

@@ -50,7 +50,7 @@ class PrefixPlan(Plan):
     ``Plan`` come from the part ``own``.
     """
 
-    gather: LaunchPlan | None  # copies q, if the rows of all sequences are not at even distances
+    gather: LaunchPlan | None  # copies q; None if q can be read as rows of one batch entry
     prefix: Plan  # the pass of all queries over the prefix
     own: Plan  # the pass over the own keys of each sequence
     merge: LaunchPlan

@@ -95,8 +95,9 @@ def _store_box(dst, *places, adds=False):
 def load_box(typingctx, dst, index, src, batch, head, row, col, barriers, barrier):
     """Start copying the box of ``src`` at (batch, head, row, col) to dst[index].
 
-    ``src`` is an array with a tensor map of four axes, and ``dst`` a 1-D shared array. The mbarrier
-    barriers[barrier] counts the bytes that arrive.
+    ``src`` is an array with a tensor map of four axes, and ``dst`` a 1-D shared array. dst[index]
+    must be at a multiple of 1024 bytes. The mbarrier barriers[barrier] counts the bytes that
+    arrive.
     """
     return types.void(dst, index, src, batch, head, row, col, barriers, barrier), _load(4)
 
@@ -116,7 +117,8 @@ def load_box_5d(typingctx, dst, index, src, a, b, c, d, e, barriers, barrier):
 def store_box(typingctx, dst, batch, head, row, col, src, index):
     """Start copying a box from src[index] to the box of ``dst`` at (batch, head, row, col).
 
-    ``src`` is a 1-D shared array, and ``dst`` an array with a tensor map of four axes.
+    ``src`` is a 1-D shared array, and ``dst`` an array with a tensor map of four axes. src[index]
+    must be at a multiple of 1024 bytes.
     """
     return types.void(dst, batch, head, row, col, src, index), _store(4)
 

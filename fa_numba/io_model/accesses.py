@@ -68,7 +68,7 @@ class Accesses:
         return self._bytes(self.loads) + self._bytes(self.stores)
 
     def _bytes(self, counts: dict[str, int]) -> int:
-        """Return the bytes of counts of elements, by array."""
+        """Return the number of bytes of all elements. `counts` maps arrays to elements."""
         bytes_of = dict.fromkeys(_OF_ONE_DTYPE - set(self.sums), DTYPES[self.dtype].bytes)
         bytes_of |= dict.fromkeys(self.halves, 2)
         return sum(n * bytes_of.get(name, ELEMENT_BYTES) for name, n in counts.items())

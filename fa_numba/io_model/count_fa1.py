@@ -81,11 +81,11 @@ def fa1(
     accesses together.
 
     With a window, `q_lens` or a block mask, the pass over column tile 0 is like the other passes:
-    `starts_in_first_pass` is False. Line 2 then runs before that pass. With a window or `q_lens`,
-    line 2 stores N_q' d elements of O, and N_q' each of l and m; the sums over j > 0 become sums
-    over all j. With a block mask, line 2 stores the rows of two kinds of row tiles only: row tiles
-    that are never visited, and row tiles in which `q_lens` ends. Each sum over j > 0 then becomes a
-    sum over all visits of a row tile except its first visit.
+    `starts_in_first_pass` is False. Line 2 then runs before that pass. With a window or `q_lens`
+    and no block mask, line 2 stores N_q' d elements of O, and N_q' each of l and m; the sums over
+    j > 0 become sums over all j. With a block mask, line 2 stores the rows of two kinds of row
+    tiles only: row tiles that are never visited, and row tiles in which `q_lens` ends. Each sum
+    over j > 0 then becomes a sum over all visits of a row tile except its first visit.
 
     In 16-bit dtypes O is kept in a float32 array A. The last visit of a row tile rounds it to O:
 
@@ -93,8 +93,8 @@ def fa1(
         A       the loads of O above      r_i d in every visit of row tile i but the last
         O       -                         r_i d in the last visit of row tile i
 
-    With a window or `q_lens`, line 2 stores N_q' d elements of A too. With a block mask it does not
-    store A.
+    With a window or `q_lens` and no block mask, line 2 stores N_q' d elements of A too. With a
+    block mask it does not store A.
 
     If float32 is split in planes, rows of Q, K and V have more elements; see the module
     `fa_numba.io_model.planes`.

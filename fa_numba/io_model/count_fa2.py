@@ -262,6 +262,9 @@ def fa2_backward(
     it as dQ: N_q' d loads of A and N_q' d stores of dQ, per head. With `adders` above 1 there are
     `adders` times as many atomic adds.
 
+    With planes, the kernel of the row sums loads dO in float32; these loads are counted as X. Rows
+    of Q, K, V and dO have more elements; see the module `fa_numba.io_model.planes`.
+
     With `deterministic` there are no zeros, no atomic adds to dQ and no array A. Instead, a second
     kernel with a grid over row tiles computes dQ. Its accesses per head are
 

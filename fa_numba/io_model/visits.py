@@ -163,7 +163,8 @@ def rows_read(problem: Problem, visits: Visits) -> int:
     """Return the number of rows of FA-1's O, l and m (or dQ) that the visits read.
 
     A visit that gives a row tile its first values reads nothing. With a block mask, the lists of
-    tiles say which visit of a row tile is the first. With a window or `q_lens` every visit reads.
+    tiles say which visit of a row tile is the first. Without a block mask, but with a window or
+    `q_lens`, every visit reads.
 
     Parameters
     ----------
@@ -185,9 +186,9 @@ def rows_read(problem: Problem, visits: Visits) -> int:
 def rows_started(problem: Problem, visits: Visits, whole: Whole) -> int:
     """Return the number of rows that FA-1 stores before the first pass.
 
-    These stores are line 2 of Algorithm 1, or line 5 of Algorithm 4. With a window or `q_lens` they
-    are of all rows. With a block mask they are of the rows of two kinds of row tiles: row tiles
-    that are never visited, and row tiles in which `q_lens` ends.
+    These stores are line 2 of Algorithm 1, or line 5 of Algorithm 4. With a block mask they are of
+    the rows of two kinds of row tiles: row tiles that are never visited, and row tiles in which
+    `q_lens` ends. Without a block mask, but with a window or `q_lens`, they are of all rows.
 
     Parameters
     ----------
@@ -432,7 +433,7 @@ def blocks_of(
 def distinct_heads(
     problem: Problem, blocks: np.ndarray | None
 ) -> Iterator[tuple[int, np.ndarray | None, int]]:
-    """Iterate over the different heads of a problem: heads with other lengths or block masks.
+    """Yield the kinds of heads of a problem, which differ in their lengths or in their block mask.
 
     Parameters
     ----------
@@ -444,11 +445,11 @@ def distinct_heads(
     Yields
     ------
     entry : int
-        Batch entry.
+        A batch entry with heads of this kind.
     mask : ndarray of bool or None
-        The head's block mask.
+        The block mask of these heads.
     count : int
-        Number of query heads with equal lengths and block mask.
+        Number of query heads of this kind, over all batch entries.
     """
     if blocks is None:
         for entry, count in entries(problem):

@@ -124,8 +124,8 @@ def captured(option: str, function: Any) -> Captured:
 
     - The source of the function cannot be read.
     - The function contains syntax that kernels do not support.
-    - The function uses a captured value that is not a number, or not an array of float32, int32 or
-      bool.
+    - The function captures a value that is neither a number, nor an array of float32, int32 or
+      bool, nor a supported function of ``math`` or Python.
     - The function divides an integer by a captured -2^31, whose absolute value is not an int32.
 
     The message gives the name, file and line of the function, and what is allowed.
@@ -167,7 +167,7 @@ def as_mod(option: str, value: Any) -> Mod | None:
 def holding(function: FunctionType, values: Mapping[str, Any]) -> FunctionType:
     """Return a copy of the function that uses ``values`` for the captured variables of these names.
 
-    Later assignments to the original variables do not change the copy.
+    Later assignments to these variables do not change the copy.
     """
     free = function.__code__.co_freevars
     cells = zip(free, function.__closure__ or (), strict=True)
@@ -178,8 +178,8 @@ def holding(function: FunctionType, values: Mapping[str, Any]) -> FunctionType:
 def evaluated(option: str, function: Any, values: Mapping[str, Any]) -> FunctionType:
     """Return the function with these captured values, for evaluation in float64 by Python.
 
-    Kernels compute in float32. Where Python would raise, the function returns inf or NaN like a GPU
-    (module ``evaluating``).
+    Kernels compute in float32. Where a float operation of Python would raise, the function returns
+    inf or NaN like a GPU (module ``evaluating``).
     """
     source = source_of(option, function, len(PARAMETERS[option]))
     return evaluating(source, {**source.outside(function), **values})

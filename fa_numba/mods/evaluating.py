@@ -3,7 +3,7 @@
 Kernels evaluate the function in float32. In three respects, the function here behaves like a kernel
 and differs from plain Python:
 
-- Operations for which Python raises an error return inf or NaN.
+- Operations with floats for which Python raises an error return inf or NaN.
 - Integers have 32 bits and wrap around.
 - ``min`` and ``max`` ignore NaN.
 """

@@ -65,9 +65,7 @@ class Conversions(Statements):
         return "float" if "float" in kinds else "int"
 
     def number_kind(self, *terms: Term) -> str:
-        """Return the kind of number, "int" or "float", to which all of ``terms`` can be
-        converted.
-        """
+        """Return "int" or "float", the kind of number to which all ``terms`` can be converted."""
         return "float" if self.same(*terms) == "float" else "int"
 
     def of_kind(self, kind: str, term: Term) -> str:

@@ -10,11 +10,15 @@ kernel.
 
 The modules of this package contain the replacements:
 
-    passes       running Numba's passes, and skipping those without effect
+    passes       running Numba's passes, and skipping those without effect; numba-cuda only
     inlining     translating device functions from bytecode, and inlining their calls
     variables    which variables are alive, renamed, read or stored
     inference    types of calls, values and statements
     lowering     LLVM IR of statements; numba-cuda only
+    replacing    replaces functions for the duration of a context
+
+The table ``REPLACED`` of a module names functions of Numba. For each of them it names a function of
+the module, which takes Numba's function as its argument and returns the replacement.
 
 Python's garbage collector is off while a kernel is compiled, because nearly all objects live until
 the end.

@@ -110,7 +110,8 @@ def not_caught(_: Callable) -> Callable:
 def literals_looked_for(run: Callable) -> Callable:
     """Return a pass that runs only on functions with lists or with subscripts that are text.
 
-    Numba's pass applies three rewrites, which change only such functions.
+    Numba's pass applies three rewrites, which change only such functions. If other rewrites are
+    registered, the pass runs on all functions.
     """
     known = {
         *("RewriteStringLiteralGetitems", "RewriteStringLiteralSetitems"),

@@ -70,7 +70,7 @@ def finalized_once(finalize: Callable) -> Callable:
 
 
 def branches_looked_for(run: Callable) -> Callable:
-    """Return a pass that prunes dead branches in functions with branches."""
+    """Return a pass that looks for dead branches only in functions that have branches."""
 
     def run_pass(self: Any, state: Any) -> bool:
         blocks = state.func_ir.blocks.values()
