@@ -134,8 +134,8 @@ class Request:
     shared_limit      shared memory per thread block in bytes, of the device
     capability        compute capability of the device, such as (9, 0)
     multiprocessors   number of multiprocessors to keep busy; 0 on the emulator
-    unit              name of the unit; empty until the unit is chosen. After that, the measures to
-                      switch off are in the order of the unit
+    unit              name of the unit; empty until the unit is chosen. After that, the names in
+                      ``choices.ablate`` have the order of ``Unit.measures``
     spilling          whether kernels that spill registers may be planned (``facts.spills_allowed``)
     """
 

@@ -98,16 +98,16 @@ def mma_tiles(
     bias                                              "bias", "options"
     another option that takes registers               "options"
     warps divide the columns                          "keys"
-    the same with an option that takes registers      "keys options", "keys"
+    warps divide the columns, option as above         "keys options", "keys"
     float32 in n planes                               "n planes", "planes"
-    the same if warps divide the columns              "keys planes"
+    planes, and warps divide the columns              "keys planes"
 
     The tiles are reduced for short sequences, and until memory and registers hold them. In standard
     attention, a warp has 16 rows with tiles of 128 x 128. In a forward pass of FA-1 or FA-2, a warp
-    has 32 rows if possible. It has 16 rows with planes, and with a bias. If Br
-    is a multiple of 128, or with key splits, it also has 16 rows for FA-1, and for head dimensions
-    and options with which 32 rows would spill registers. In a backward pass of FA-1, or with
-    planes, a warp has 16 columns.
+    has 32 rows if possible. It has 16 rows with planes, and with a bias up to d = 64. If Br is a
+    multiple of 128, or with key splits, it also has 16 rows for FA-1, and for head dimensions and
+    options with which 32 rows would spill registers. In a backward pass of FA-1, or with planes, a
+    warp has 16 columns.
     """
     d, crowded = round_up(head_dim, 16), features.crowds
     planes = features.planes > 1

@@ -632,14 +632,21 @@ def _select(request: Request, kind: type[tiling.MmaSpec]) -> Callable[..., Any]:
 
 
 def _of_products(select: Callable[..., Any], request: Request) -> Callable[..., Any]:
-    """Return ``select`` with the facts of a request that every spec on tensor cores needs."""
+    """Return ``select`` with the facts of a request that every spec on tensor cores needs.
+
+    The facts are the features, the alignment of rows, and the dtype of products.
+    """
     return functools.partial(
         select, features=request.features, aligned=request.aligned, dtype=request.matrix_dtype
     )
 
 
 def _of_flash(select: Callable[..., Any], request: Request) -> Callable[..., Any]:
-    """Return ``select`` with the facts of a request that FA-1 and FA-2 on tensor cores need."""
+    """Return ``select`` with the facts of a request that FA-1 and FA-2 on tensor cores need.
+
+    These are the facts of ``_of_products``, whether the scale is positive, and whether several
+    query heads share a K/V head.
+    """
     p = request.problem
     positive, grouped = p.scale > 0.0, p.group > 1
     return functools.partial(
