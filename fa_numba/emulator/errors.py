@@ -133,7 +133,14 @@ class EmulatorError(RuntimeError):
 
 
 class SharedHazard(EmulatorError):
-    """A race in shared memory: two threads access an element without a barrier, and one writes."""
+    """A race in shared memory.
+
+    There are two cases:
+
+    - two threads access an element with no barrier between, and one of them writes;
+    - a thread accesses an element, or ends, while an asynchronous copy or a `wgmma` product may
+      still read or write the element.
+    """
 
 
 class GlobalHazard(EmulatorError):
@@ -151,7 +158,8 @@ class GlobalHazard(EmulatorError):
 class RegisterHazard(EmulatorError):
     """An access to a register that a warpgroup's product still reads or writes.
 
-    The thread must call `wait_products` first.
+    The thread must call `wait_products` first. The error is also raised if the thread ends before
+    it has waited for the product.
     """
 
 
@@ -214,10 +222,11 @@ class OutOfBounds(EmulatorError):
 class Misaligned(EmulatorError):
     """An access that is not aligned, or a vector access to memory with gaps.
 
-    There are three cases:
+    There are four cases:
 
     - the address of a vector access is not a multiple of its size;
     - the elements of a vector access are not next to each other in memory;
+    - an address or the size of a bulk addition (`add_bulk`) is not a multiple of 16 bytes;
     - a box or an operand of a warpgroup's matrix product begins at an address of shared memory that
       the copy engine or the tensor cores do not allow.
     """

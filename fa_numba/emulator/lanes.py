@@ -1,9 +1,9 @@
 """Values of many lanes: operations that Python's operators cannot do on arrays of lanes.
 
 A value is one number if it is equal in all lanes, else an array with one element per lane. The
-dtype of the array is a float dtype, int64, bool, or uint64 for values of `uint64`. Arrays are never
-changed once they are made. NumPy's type rules equal Numba's, except for Python's integers: in an
-operation with a float, they take the float's type.
+dtype of the array is a float or complex dtype, int64, bool, or uint64 for values of `uint64`.
+Arrays are never changed once they are made. NumPy's type rules equal Numba's, except for Python's
+integers: in an operation with a float, they take the float's type.
 """
 
 from __future__ import annotations

@@ -160,8 +160,8 @@ class LocalArray(Unconverted):
     def multiply_add(self, terms: tuple[Any, ...]) -> None:
         """Compute ``array[index] += a * b`` for several elements. Each sum is rounded once.
 
-        Multiply-adds of the same lanes are collected until the array is read, because computing
-        many multiply-adds in one step is faster.
+        Multiply-adds of the same lanes are collected until the array is used in another way,
+        because computing many multiply-adds in one step is faster.
 
         Parameters
         ----------

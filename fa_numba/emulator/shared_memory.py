@@ -242,9 +242,9 @@ class SharedArray(Unconverted):
         n : int
             Number of elements.
         pairs : bool, default True
-            How wavefronts are counted. If True, a wavefront serves twice as many lanes if each lane
-            loads the same elements as the lane next to it, or as the next but one. False for
-            ldmatrix.
+            How the wavefronts of loads of 8 and 16 bytes are counted. If True, a wavefront serves
+            twice as many lanes if each lane loads the same elements as the lane next to it, or as
+            the next but one. False for ldmatrix.
 
         Returns
         -------

@@ -190,8 +190,13 @@ def workspace(
       up to 32. With ``precision="fp16x3"``, 516 bytes are added for each head of these matrices,
       for their scales.
 
-    One use of memory is not included: with `return_dsinks`, the backward passes of "standard" and
-    "fa1" also need 4 R bytes for D.
+    Four uses of memory are not included:
+
+    - With `return_dsinks`, the backward passes of "standard" and "fa1" also need 4 R bytes for D.
+    - On the unit "wgmma", planes have d rounded up to a multiple of 64.
+    - On the unit "wgmma", FA-2's forward pass may need a counter of 4 bytes.
+    - On the unit "wgmma", FA-2's backward pass in 16 bits may have the rows of A rounded up to a
+      multiple of 16 per head.
 
     Examples
     --------

@@ -60,7 +60,7 @@ def pipeline_kept(define: Callable) -> Callable:
 
 
 def finalized_once(finalize: Callable) -> Callable:
-    """Return a function that finalizes a pipeline unless it is finalized."""
+    """Return a function that finalizes a pipeline unless the pipeline was finalized before."""
 
     def finalize_new(self: Any) -> None:
         if not self._finalized:
