@@ -168,8 +168,9 @@ def make_merge_block(warps, sinks):
     block.
 
     Each thread passes the m and l of its own columns of one row, in natural units. Every thread
-    gets the m and l of the complete row, including a sink. ``sm`` and ``sl`` are shared memory with
-    one float for each of the ``warps`` warps. The function contains a ``syncthreads``.
+    gets the m and l of the complete row, including a sink if ``sinks`` is true. ``sm`` and ``sl``
+    are shared memory with one float for each of the ``warps`` warps. The function contains a
+    ``syncthreads``.
     """
 
     def merge_block(m, l, sm, sl, head, row):

@@ -33,8 +33,9 @@ def make_read_maxima(spec):
 
 @part
 def _make_read(spec, unread):
-    """Make ``read_values(rv, V, row0, rows_end, thread)``. Rows that are not read get
-    ``unread``.
+    """Make ``read_values(rv, V, row0, rows_end, thread)``, which ``make_read`` describes.
+
+    Rows that are not read get the value ``unread``.
     """
     TM, TY, owns, STEP = spec.TM, spec.row_step, make_owns(spec), spec.lane_step
 

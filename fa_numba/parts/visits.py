@@ -120,9 +120,10 @@ def make_rows_of_pass(spec):
     """Make ``rows_of_pass(col0, rows_begin, rows_end, head)``, which returns the rows of one pass
     of FA-1.
 
-    The pass is over the column tile at column ``col0``. The result is that of ``row_range``, except
-    for column 0: that pass visits all rows, because it initialises O, l and m, or dQ. If the kernel
-    initialises them before the loop (``features.initialises``), no pass is an exception.
+    The pass is over the column tile at column ``col0``, in a block with the rows ``rows_begin`` to
+    ``rows_end`` - 1. The result is that of ``row_range``, except for column 0: the pass over column
+    0 visits all rows, because it initialises O, l and m, or dQ. If the kernel initialises them
+    before the loop (``features.initialises``), no pass is an exception.
     """
     return _make_row_range(spec, takes_all=not spec.features.initialises)
 
@@ -252,7 +253,8 @@ def make_next_visit(spec):
 
     A visit is a query head h and the first row i0 of a row tile. After the last row tile of a head
     comes the first row tile of the next head. If a block has a single query head
-    (``spec.single_head``), the result contains ``h`` unchanged, and ``i_first`` is not used.
+    (``spec.single_head``), the result contains ``h`` unchanged, and ``i_first`` is not used. The
+    other arguments are those of ``first_visit``.
     """
     Br, single, sparse = spec.Br, spec.single_head, spec.features.sparse
     first_of_heads = _make_first_of_heads(spec)
@@ -290,8 +292,9 @@ def make_rows_seen(spec):
     """Make ``rows_seen(j0, rows_begin, rows_end, head)``, which returns the rows of one pass of
     FA-1.
 
-    The pass is over the column tile at column j0. The result is the first row of the first visited
-    row tile, and one past the last row.
+    The pass is over the column tile at column j0, in a block with the rows ``rows_begin`` to
+    ``rows_end`` - 1. The result is the first row of the first visited row tile, and one past the
+    last row.
     """
     rows_of_pass, next_row = make_rows_of_pass(spec), make_next_row(spec)
 

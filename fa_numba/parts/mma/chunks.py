@@ -101,8 +101,9 @@ def make_load_row(threads, resident):
     """Make ``load_row(sRow, T, row, cols_end)``, which starts to copy this thread's chunks of a row
     to sRow.
 
-    ``resident`` says whether the kernel keeps rows in shared memory. If not, ``load_row`` does
-    nothing.
+    The ``threads`` threads of a block take the chunks of the row in turns. Elements at or past
+    ``cols_end`` are not read. ``resident`` says whether the kernel keeps rows in shared memory. If
+    not, ``load_row`` does nothing.
     """
 
     def load_row(sRow, T, row, cols_end):
@@ -122,7 +123,7 @@ def make_read_chunk(dtype, resident):
     into r.
 
     ``r: (8,)`` are float32 registers. Elements at or past ``cols_end`` become 0. If ``resident``,
-    the chunk comes from shared memory, where ``load_row`` has stored it, otherwise from T.
+    the chunk comes from shared memory sRow, where ``load_row`` has stored it, otherwise from T.
     """
     _, unpack = conversions(dtype)
 
@@ -152,7 +153,7 @@ def make_write_chunk(dtype):
     """Make ``write_chunk(r, T, row, col, cols_end)``, which rounds the chunk r and writes it to a
     row of T.
 
-    Elements at or past ``cols_end`` are not written.
+    ``r: (8,)`` are float32 registers. Elements at or past ``cols_end`` are not written.
     """
     pack, _ = conversions(dtype)
 

@@ -52,7 +52,7 @@ def _write_tile_of_heads(spec):
     share.
 
     ``O: (rows, heads, d)`` contains the rows of all query heads that share the tile, and i0 is the
-    first row of each head.
+    first row of each head. ``sO`` and ``warp_row`` are not used.
     """
     TM, DN4, STEP, heads = spec.TM, 4 * spec.DN, spec.row_step, spec.tile_heads
     write_two = make_write_two(spec)
@@ -75,8 +75,8 @@ def make_write_values(spec):
     """Make ``write_values(rv, V, i0, rows_end, thread)``, which writes one value for each of a
     thread's rows.
 
-    One of the lanes that share a row writes the value. If several heads share the tile, ``V: (rows,
-    heads)``, otherwise ``V: (rows,)``.
+    ``rv: (TM,)`` are registers. One of the lanes that share a row writes the value. If several
+    heads share the tile, ``V: (rows, heads)``, otherwise ``V: (rows,)``.
     """
     return make_write(spec) if spec.tile_heads == 1 else _write_values_of_heads(spec)
 
@@ -101,7 +101,8 @@ def _make_store_rows(TM, rows, STEP, dtype):
     """Make ``store_rows(sT, rT, thread)``, which stores a thread's part of a tile, rounded, in
     shared memory.
 
-    ``rows`` is the layout of the tile in shared memory (``tiling.mma_rows.TileRows``).
+    ``rows`` is the layout of the tile in shared memory (``tiling.mma_rows.TileRows``). A thread has
+    TM rows that are STEP rows apart.
     """
     pack, _ = conversions(dtype)
     columns, pitch = rows.columns, rows.pitch
@@ -168,7 +169,7 @@ def _make_write_whole(count, rows, uneven):
 @cache
 def make_store_scores(spec):
     """Make ``store_scores(sS, rS, thread)``, which stores a thread's part of S, rounded, in shared
-    memory.
+    memory ``sS: (Br, Bc)``.
     """
     return _make_store_rows(spec.TM, spec.rows_s, spec.row_step, spec.dtype)
 
@@ -178,8 +179,8 @@ def make_times_scores(spec):
     """Make ``times_scores(rS, S, row0, rows_end, col0, cols_end, thread)``, which multiplies rS by
     a tile of S.
 
-    rS holds derivatives of the scores, and the tile of the array S in global memory holds dS.
-    Elements outside of the rows and columns are not changed.
+    rS holds derivatives of the scores. The tile of the array S in global memory holds dS, and
+    begins at (row0, col0) of S. Elements at or past ``rows_end`` or ``cols_end`` are not changed.
     """
     TM, TN, STEP = spec.TM, spec.TN, spec.row_step
     _, unpack = conversions(spec.dtype)
@@ -202,7 +203,8 @@ def make_write_scores(spec):
     """Make ``write_scores(sS, S, warp_row, row0, rows_end, col0, cols_end)``, which writes a warp's
     rows of S.
 
-    The rows come from shared memory sS, where ``store_scores`` has stored them.
+    The rows come from shared memory sS, where ``store_scores`` has stored them. The arguments are
+    those of ``_make_write_whole``.
     """
     return _make_write_whole(8 * spec.TM, spec.rows_s, True)
 

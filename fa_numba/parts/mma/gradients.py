@@ -115,7 +115,7 @@ def make_read_dq(spec):
     from A.
 
     Rows at or past ``rows_end`` become 0. If the visit is the first one of the row tile, all rows
-    become 0, and nothing is read.
+    become 0, and nothing is read. ``turn`` is that of ``query_place``.
     """
     row_starts = make_row_starts(spec)
     pairs, place = _query_pairs(spec), make_query_place(spec)
@@ -209,6 +209,8 @@ def make_initialise_dq(spec):
 def _make_write_sums(spec):
     """Make ``write_sums(rdQ, A, row0, rows_end, turn)``, which writes a warp's part of dQ to A in
     float32.
+
+    ``turn`` is that of ``query_place``.
     """
     return write_pairs_of(spec, _query_pairs(spec), make_query_place(spec))
 
@@ -217,6 +219,8 @@ def _make_write_sums(spec):
 def _make_write_rounded(spec):
     """Make ``write_rounded(rdQ, dQ, factor, row0, rows_end, turn)``, which writes ``factor`` times
     a warp's part of dQ, rounded.
+
+    ``turn`` is that of ``query_place``.
     """
     return write_rounded_of(spec, _query_pairs(spec), make_query_place(spec))
 
@@ -245,7 +249,8 @@ def make_warp_and_thread(spec):
 def column_thread(warp, thread):
     """Return the ``Thread`` that says which part of dK and dV a thread holds.
 
-    The rows of dK and dV are the columns of S, so that ``thread.tx`` decides them.
+    ``warp`` and ``thread`` are the results of ``warp_and_thread``. The rows of dK and dV are the
+    columns of S, so that ``thread.tx`` decides them.
     """
     lane = uint32(cuda.threadIdx.x) % uint32(32)
     return Thread(thread.tx, uint32(warp.chunk // uint32(2) + lane % uint32(4)))
@@ -255,6 +260,8 @@ def column_thread(warp, thread):
 def make_row_dots(spec):
     """Make ``row_dots(sD, sL, sdO, sO, tile)``, which computes D = rowsum(dO o O) over V's head
     dimension.
+
+    ``_make_row_dots`` explains the arguments.
     """
     return _make_row_dots(spec.of_values)
 

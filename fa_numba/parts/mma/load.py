@@ -31,9 +31,10 @@ def _make_load_halves(rows, spec, page_size=0, of_v=False):
 
     The tile has ``rows`` rows from ``row0`` on. Rows at or past ``rows_end``, and columns past the
     head dimension, become 0 and are not read. Unaligned rows are copied element by element, without
-    asynchronous copies. If T is stored in pages, it is the tuple that ``grid.key_rows`` returns.
-    ``of_v`` says that the tile has V's head dimension. If ``ablate`` switches off prefetching, the
-    function waits until its copies are complete.
+    asynchronous copies. If T is stored in pages, it is the tuple that ``grid.key_rows`` returns. A
+    ``page_size`` of 0 means that T has no pages. ``of_v`` says that the tile has V's head
+    dimension. If ``ablate`` switches off prefetching, the function waits until its copies are
+    complete.
     """
     places, d = (spec.value_rows, spec.row_halves_v) if of_v else (spec.rows, spec.row_halves)
     load = make_half_tile(rows, places, spec.threads, spec.loads_aligned, page_size)
@@ -252,6 +253,10 @@ def make_half_tile(count, rows, threads, aligned, page_size=0, heads=1):
     element ``place`` of sT and has the layout ``rows``. Elements at or past ``rows_end`` or
     ``cols_end`` become 0 and are not read. With ``heads`` above 1, ``T: (rows, heads, columns)``,
     and ``row0`` counts the rows of all heads, whose rows alternate.
+
+    ``threads`` threads share the copies. ``aligned`` says that the rows of T start at 16-byte
+    addresses. If not, elements are copied one by one, without asynchronous copies. With a
+    ``page_size`` above 0, T is stored in pages.
     """
     chunks = ChunkMap(count, rows.columns // CHUNK, threads)
     copies, whole = chunks.turns, chunks.whole
@@ -292,7 +297,7 @@ def _make_load_paged_tile(count, rows, threads, aligned, page_size):
     """Make the function that ``make_half_tile`` describes, for K or V in pages.
 
     Its argument T is a tuple: the array of all pages, the K/V head, and the sequence's row of the
-    block table.
+    block table. The arguments of the factory are those of ``make_half_tile``.
     """
     chunks = ChunkMap(count, rows.columns // CHUNK, threads)
     copies, whole = chunks.turns, chunks.whole
@@ -365,7 +370,8 @@ def make_p(spec):
     """Make ``p(sP, place, P, row0, rows_end, col0, cols_end)``, which starts to copy a part of a
     row tile of P.
 
-    The part has ``spec.step`` columns. Standard attention uses it.
+    The part has ``spec.step`` columns. ``half_tile`` explains the arguments. Standard attention
+    uses it.
     """
     return make_half_tile(spec.Br, spec.rows_p, spec.threads, True)
 
@@ -375,8 +381,8 @@ def make_p_transposed(spec):
     """Make ``p_transposed(sP, place, P, row0, rows_end, col0, cols_end)``, which starts to copy
     ``spec.step`` rows of P.
 
-    The part has ``spec.Br`` columns, because the rows of ``spec`` are columns of P. Standard
-    attention uses it for PT dO and dST Q.
+    The part has ``spec.Br`` columns, because the rows of ``spec`` are columns of P. ``half_tile``
+    explains the arguments. Standard attention uses it for PT dO and dST Q.
     """
     return make_half_tile(spec.step, spec.rows_t, spec.threads, True)
 
@@ -386,7 +392,7 @@ def make_step(spec):
     """Make ``step(sT, place, T, row0, rows_end)``, which starts to copy ``spec.step`` rows of V, K,
     dO or Q.
 
-    Standard attention uses it.
+    They go to element ``place`` of sT and further. Standard attention uses it.
     """
     load = make_half_tile(spec.step, spec.value_rows, spec.threads, spec.aligned)
     d = spec.d_v

@@ -108,7 +108,8 @@ def _make_add_scores_from(spec, first):
 
     It handles blocks of 16 columns of Q and K, from number ``first`` on. One function handles
     UNROLLED blocks, because its loop is unrolled, and calls the next function of this kind for the
-    rest. ``at_q`` and ``at_k`` are indices in shared memory.
+    rest. ``at_q`` and ``at_k`` are the indices of the warp's first fragments in sQ and sK. ``rQ``
+    is that of ``products.make_scores``.
     """
     R, TN, K, keeps, PLANES = spec.TM // 2, spec.TN, spec.DK, spec.keeps_q, spec.planes
     COLUMNS, RK, LAST = TN // 4, 4 * spec.planes, min(spec.DK, first + UNROLLED)

@@ -57,7 +57,8 @@ def make_tile(rows, columns, places, threads, aligned):
 def _make_tile_by_columns(per_thread, apart, chunks, places, width):
     """Make the function that ``make_tile`` describes, if all copies of a thread are in one column.
 
-    The copies of a thread are ``apart`` rows from each other. The address of the first copy
+    A thread makes ``per_thread`` copies, which are ``apart`` rows from each other. A copy moves
+    ``width`` floats, and a row of the tile takes ``chunks`` copies. The address of the first copy
     therefore gives the addresses of all.
     """
     copy_async = copy4_async if width == 4 else copy1_async
@@ -218,7 +219,7 @@ def make_value_columns(spec):
 def make_p(spec):
     """Make ``p(sP, P, row0, rows_end, col0, cols_end)``, which starts to copy a tile of P to sP.
 
-    Standard attention uses it.
+    ``make_tile`` explains the arguments. Standard attention uses it.
     """
     return make_tile(spec.Br, spec.Bc, spec.rows_p, spec.threads, spec.aligned)
 
@@ -228,7 +229,7 @@ def make_paged_tile(rows, columns, places, threads, aligned, page_size):
     """Make the function that ``make_tile`` describes, for K or V in pages.
 
     Its argument ``T`` is the tuple that ``grid.key_rows`` returns for pages. Each page has
-    ``page_size`` rows.
+    ``page_size`` rows. The other arguments of the factory are those of ``make_tile``.
     """
     width = 4 if aligned else 1
     chunks = columns // width

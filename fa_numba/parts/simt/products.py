@@ -279,7 +279,8 @@ def make_scale_and_add(spec):
 
 @part
 def make_store_p(spec):
-    """Make ``store_p(sP, rS, options, thread)``, which stores P in shared memory.
+    """Make ``store_p(sP, rS, options, thread)``, which stores P in shared memory
+    ``sP: (Br, Bc)``.
 
     rS holds P as ``drop`` has marked it. With dropout, dropped elements are stored as 0, and kept
     ones are multiplied by 1 / (1 - dropout_p).
@@ -299,7 +300,9 @@ def make_store_p(spec):
 
 @part
 def make_store_ds(spec):
-    """Make ``store_ds(sdS, rdS, thread)``, which stores dS from registers in shared memory."""
+    """Make ``store_ds(sdS, rdS, thread)``, which stores dS from registers in shared memory
+    ``sdS: (Br, Bc)``.
+    """
     TM, TN, TX, TY = spec.TM, spec.TN, spec.tx_count, spec.ty_count
     pitch, flip = spec.rows_p.pitch, flip_of(spec.rows_p)
 

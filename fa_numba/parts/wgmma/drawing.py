@@ -75,6 +75,9 @@ def make_draw_tile(spec):
 def make_read_drawn(spec):
     """Make ``read_drawn(rBits, stage)``, which reads this consumer thread's bits of a slot into
     registers.
+
+    ``stage`` is the number of the slot. ``rBits: (spec.drawn_words,)`` gets the words that
+    ``make_draw_tile`` describes.
     """
     WORDS, THREADS, (AT_B, NB) = spec.drawn_words, spec.drawing_threads, spec.drawn_span
 
@@ -92,8 +95,9 @@ def make_drop_drawn(spec):
     """Make ``drop_drawn(rP, sB, stage)``, which makes the dropped elements of PT negative, as
     ``drop`` does.
 
-    If the scores stay in registers until dS is computed (``features.scores_stay``), it does
-    nothing, because ``ds_of_columns`` then drops the elements.
+    The bits come from the slot number ``stage`` of sB. If the scores stay in registers until dS is
+    computed (``features.scores_stay``), it does nothing, because ``ds_of_columns`` then drops the
+    elements.
     """
     WORDS, THREADS, TM, shares = spec.drawn_words, spec.drawing_threads, spec.TM, spec.wide
     if spec.features.scores_stay:

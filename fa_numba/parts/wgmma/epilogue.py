@@ -35,8 +35,8 @@ def make_write_out(spec):
 
     Without key splits, it writes O = diag(l)^-1 O and L = m + log l of a warpgroup's rows. O then
     passes through the slot of Q in shared memory, unless the kernel works with planes. With key
-    splits, it writes the unnormalised O, l and m, which ``merge_splits`` combines. In all cases it
-    releases the slot of Q.
+    splits, it writes the unnormalised O, l and m of split number ``split``, which ``merge_splits``
+    combines. In all cases it releases the slot of Q.
     """
     splits, rows_of, sync_group = spec.features.splits, make_rows_of(spec), make_sync_group(spec)
     unscale_output, write_split = make_unscale_output(spec), make_write_split(spec)
@@ -118,8 +118,9 @@ def _make_round_rows(spec):
     """Make ``round_rows(rO, sQ, at, thread)``, which stores a warpgroup's rows of O in 16 bits in
     sQ.
 
-    The warpgroup's threads wait for each other, and the copy engine can then read the rows. The
-    result is the index of the warpgroup's first element in sQ.
+    They go to the warpgroup's rows of the slot that begins at element ``at``. The warpgroup's
+    threads wait for each other, and the copy engine can then read the rows. The result is the index
+    of the warpgroup's first element in sQ.
     """
     TM, DN4, Br, STEP = spec.TM, 4 * spec.DN, spec.Br, spec.row_step
     sync_group, ROWS = make_sync_group(spec), spec.consumer_rows

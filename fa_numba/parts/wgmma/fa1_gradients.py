@@ -2,7 +2,9 @@
 
 In every pass, O is loaded with the row tiles, D is computed again, and dQ moves from global memory
 to registers and back. ``h`` is a query head and ``i0`` the first row of a row tile. Together they
-are a visit of the column tile j0.
+are a visit of the column tile j0. ``first`` is the ``Head`` of the block's first query head, and
+``h_end`` is one past the block's last query head. In a pass, the rows of each head are in the range
+from ``i_first`` to ``i_end``.
 """
 
 from functools import cache
@@ -176,6 +178,8 @@ def make_next_by_word(spec):
 def make_visits_of_pass(spec):
     """Make ``visits_of_pass(heads, i_first, i_end)``, which returns the number of visits of a pass
     without a block mask.
+
+    ``heads`` is the number of query heads of the block.
     """
     Br = spec.Br
 

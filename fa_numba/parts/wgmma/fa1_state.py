@@ -77,7 +77,8 @@ def make_block_rows(spec):
 def make_out(spec):
     """Make ``out(O, A, L, l, m, block_rows)``, which returns the arrays that this block writes.
 
-    The result is a ``BlockOut`` record, with l and m of the block's head.
+    The result is a ``BlockOut`` record, with l and m of the block's head. ``block_rows`` is the
+    ``BlockRows`` record of the block.
     """
     query_rows = make_query_rows(spec)
 
@@ -93,8 +94,9 @@ def make_passes(spec):
     """Make ``passes(block_rows)``, which returns the range of FA-1's outer loop and the block's
     rows.
 
-    The result is the block's head, the first column of the first column tile, one past the last
-    column, the block's first row, and one past its last valid row.
+    ``block_rows`` is the ``BlockRows`` record of the block. The result is the block's head, the
+    first column of the first column tile, one past the last column, the block's first row, and one
+    past its last valid row.
     """
     column_passes = make_column_passes(spec)
 
@@ -436,8 +438,8 @@ def _make_write_state_in_place(spec):
     """Make ``write_state(rO, rl, rm, shared, slot, out, more, tile)``, which writes O, l and m, for
     planes.
 
-    O goes to the array O in float32. Until the last pass of a row tile, it contains the powers of
-    two of scaled planes.
+    ``make_write_state`` explains the arguments. O goes to the array O in float32. Until the last
+    pass of a row tile, it contains the powers of two of scaled planes.
     """
     own_of, release_q = make_own(spec.pipelines.q), make_release(spec.pipelines.q)
     unscale_output, normalise_rows = make_unscale_output(spec), make_normalise_rows(spec)

@@ -93,8 +93,9 @@ def make_backward_shared_memory(spec):
 
 @part
 def make_offsets(spec):
-    """Make ``offsets(stage)``, which returns where the parts of a slot begin, as a ``SlotOffsets``
-    record.
+    """Make ``offsets(stage)``, which returns where the parts of slot number ``stage`` begin.
+
+    The result is a ``SlotOffsets`` record.
     """
     (NQ, _, NS), values, NO = spec.tile_halves, 2 * spec.Br, spec.of_values.tile_halves[0]
 
@@ -505,7 +506,8 @@ def _make_ds_of_modified(spec):
 def make_ds_of_kept(spec):
     """Make ``ds_of_kept(p, dp, d, options)``, which returns one element of dS = P o (dP - D).
 
-    ``p`` is an element of P as ``drop`` has marked it.
+    ``p`` is an element of P as ``drop`` has marked it, ``dp`` the element of dP, and ``d`` the D of
+    the row.
     """
     dropout = spec.features.dropout
 
@@ -700,8 +702,9 @@ def make_copy_dq(spec):
     atomically.
 
     The sum A is stored in fragments (``kernels.mma.rows``). A warp's part has 16 rows and 64
-    columns. The copy engine adds it by one contiguous copy. If the group of 16 rows ends beyond the
-    sequence, the part is added from registers instead.
+    columns. It passes through the warp's part of shared memory sdQ, and the copy engine adds it by
+    one contiguous copy. If the group of 16 rows ends beyond the sequence, the part is added from
+    registers instead.
     """
     query_rows, TILES, HALF = make_query_rows(spec), spec.head_dim // 8, PANEL // 4
     OF_PANEL, by_rows, WHOLE = PANEL // 8, spec.Br > GROUP_ROWS, spec.head_dim % PANEL == 0

@@ -270,7 +270,8 @@ def make_takes_more(spec):
     """Make ``takes_more(words, h, h_end, i0)``, which says whether this block visits row tile i0 of
     head h.
 
-    (h, i0) must be the result of ``visits.next_visit``.
+    (h, i0) must be the result of ``visits.next_visit``. ``h_end`` is one past the block's last
+    query head.
     """
     splits = spec.splits_rows
 

@@ -34,9 +34,9 @@ def make_read_word(spec):
     """Make ``read(rBS, words, at)``, which reads the word that the loader of a tile has left in its
     slot.
 
-    The result is what comes after the tile. With ``spec.reads_state``, ``rBS[0]`` gets the state of
-    the tile's block, as ``read_bias_or_state`` would store it. All lanes of the warp must call the
-    function together.
+    The word is ``words[at]``. The result is what comes after the tile. With ``spec.reads_state``,
+    ``rBS[0]`` gets the state of the tile's block, as ``read_bias_or_state`` would store it. All
+    lanes of the warp must call the function together.
     """
     reads_state, below = spec.reads_state, (1 << STATE_AT) - 1
 

@@ -3,7 +3,8 @@
 A TMA box has rows of 128 bytes. Parts of a box that are beyond the array become 0. If sequences end
 within an array, or heads share a tile, the array has a special tensor map (``TiledArray``). If K
 and V are stored in pages, all rows of a box are in one page. Indices named ``at`` or ``place``
-count elements of shared memory.
+count elements of shared memory. ``barrier`` is the number of the mbarrier that counts the bytes
+which arrive.
 """
 
 from fa_numba.device import WRAPS, cuda, device_function, uint32
@@ -97,7 +98,7 @@ def _make_columns(spec, full, panels):
     a slot.
 
     ``full`` is the number of the barrier of slot 0. ``panels`` is the number of boxes of 64 columns
-    in a row.
+    in a row. ``pages`` are the pages that ``look_up`` has found.
     """
     NK, paged = PANEL * panels * spec.Bc, spec.features.page_size > 0
     load = _make_pages(spec, panels) if paged else make_tile_of_keys(spec, panels)
@@ -160,8 +161,8 @@ def make_tile(rows, box, panels, find, heads=1):
     rows.
 
     Each box has ``box`` rows, and there are ``panels`` boxes side by side. ``find(T, row0, head)``
-    returns the ``Box`` of the first row. The barrier completes when all bytes have arrived. With
-    ``heads`` above 1, a box contains rows of several heads.
+    returns the ``Box`` of the first row. The barrier completes only after all bytes have arrived.
+    With ``heads`` above 1, a box contains rows of several heads.
     """
     size, step, members = 2 * PANEL * panels * rows, box // heads, heads > 1
 

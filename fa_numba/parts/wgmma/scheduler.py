@@ -54,8 +54,9 @@ def make_schedule(spec):
 
 @device_function
 def is_valid(schedule, stage):
-    """Return whether a slot of Q contains a work tile. If it does not, the block has finished its
-    work.
+    """Return whether the slot of Q with the number ``stage`` contains a work tile.
+
+    If it does not, the block has finished its work.
     """
     return schedule.words[WORK_WORDS * stage] < schedule.tiles
 
@@ -403,7 +404,7 @@ def make_commit_at_last(spec):
     """Make ``commit_at_last(bars, waits)``, by which the loader of K ends ``wait_late`` after its
     last column tile.
 
-    Only a block mask can make this necessary.
+    ``waits`` is the result of ``commit_late``. Only a block mask can make this call necessary.
     """
     sparse, commit = spec.features.sparse, make_commit(spec.pipelines.late)
 
@@ -506,10 +507,11 @@ def _make_row_tile(spec):
     """Make ``row_tile(n, q_shape, k_shape, options)``, which returns the position of row tile
     number n.
 
-    The result is the first row, the head and the batch entry. If several heads share a tile, the
-    head is the number of their group. Consecutive numbers belong to different heads: as many heads
-    as have K and V of TOGETHER bytes in all, so that L2 can hold them. Among these heads, the row
-    tiles with the most columns come first, so that the last work tiles are short.
+    ``q_shape`` and ``k_shape`` are the shapes of the arrays Q and K. The result is the first row,
+    the head and the batch entry. If several heads share a tile, the head is the number of their
+    group. Consecutive numbers belong to different heads: as many heads as have K and V of TOGETHER
+    bytes in all, so that L2 can hold them. Among these heads, the row tiles with the most columns
+    come first, so that the last work tiles are short.
     """
     rows_of_tile, of_tile, pair_bytes = (
         spec.head_rows,

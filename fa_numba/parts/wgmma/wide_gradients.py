@@ -95,6 +95,8 @@ def make_give_scores(spec):
 def make_take_scores(spec):
     """Make ``take_scores(rS, sS, at)``, which reads the part of ST that ``store_scores`` has
     stored.
+
+    The slot begins at element ``at`` of sS. ``rS: (TN, TM)`` are registers.
     """
     RS = spec.TM * spec.TN
 
