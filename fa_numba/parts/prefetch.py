@@ -15,8 +15,8 @@ def next_row_tile(spec, load_q):
 
     The next row tile comes after the one at row i0. ``visit`` is the word of this row tile
     (``visits.row_ahead``). ``load_q`` is the part that copies the next row tile to sQ, and
-    ``rows_end`` is one past the last valid row.
-    The result is the tile's first row, which is at or past ``i_end`` if there is no next row tile.
+    ``rows_end`` is one past the last valid row. The result is the tile's first row, which is at or
+    past ``i_end`` if there is no next row tile.
     """
     row_after = make_row_after(spec)
 

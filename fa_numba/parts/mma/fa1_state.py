@@ -23,9 +23,8 @@ def make_initialise(spec):
     It writes O = 0, l = 0 and m = -inf to global memory, or l = 1 and m = s with a sink s. The
     zeros go to the array O, and also to A if the first visit of a row tile reads A (without a block
     mask and without planes). It does this for the row tiles from ``row0`` to ``rows_end`` that no
-    visit initialises. If the first
-    pass initialises all row tiles, it does nothing. ``rO``, ``rl`` and ``rm`` are registers that it
-    may overwrite.
+    visit initialises. If the first pass initialises all row tiles, it does nothing. ``rO``, ``rl``
+    and ``rm`` are registers that it may overwrite.
     """
     Br, start, initialises = spec.Br, make_start(spec), spec.features.initialises
     is_unseen = make_is_unseen(spec)

@@ -331,8 +331,8 @@ def make_row_dots(spec):
 
     ``stage`` is the number of the slot, and ``columns`` is the number of columns of O. If the call
     has a gradient dL of the logsumexp, D - dL replaces D. A thread computes a row in chunks of 16
-    bytes. The warps have few registers, so that the loops must not be unrolled. The
-    compiler therefore does not get to know their numbers of turns.
+    bytes. The warps have few registers, so that the loops must not be unrolled. The compiler
+    therefore does not get to know their numbers of turns.
     """
     Br, NO = spec.Br, spec.of_values.tile_halves[0]
     place_of, full, dlse = value_place, spec.pipelines.d.full, spec.features.dlse
