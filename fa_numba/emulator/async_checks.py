@@ -175,7 +175,8 @@ def lend(
 def box_access(kind, rows, width, itemsize, address, block, writers, readers, atomics, stats):
     """Count the sectors of a box as one request, and record which thread block accesses the box.
 
-    `rows` contains the first element of each row of the box, and a row has `width` elements.
+    `kind` is LOAD, STORE or ATOMIC of checks.py. `rows` contains the first element of each row of
+    the box, and a row has `width` elements.
     `address` is the number of bytes from the beginning of the allocation to the array's memory.
     Return -1, or the first row with an element whose access conflicts with an access of another
     thread block.

@@ -127,7 +127,7 @@ for _name in UPDATES:
 
 
 def _converted(value: Any, dtype: np.dtype, count: int) -> np.ndarray:
-    """Return an operand as an array over the lanes, with the dtype of the updated array."""
+    """Return an operand as an array over `count` lanes, with the dtype of the updated array."""
     values = np.broadcast_to(np.asarray(value), count)
     if values.dtype == dtype:
         return values

@@ -336,7 +336,8 @@ def _require_fence(
 ) -> None:
     """Raise MissingFence if a thread of this thread block stored an element of the copy.
 
-    Within a launch, nothing orders such a store before an access of the copy engine.
+    Within a launch, nothing orders such a store before an access of the copy engine. The arguments
+    are those of `note_copy`.
     """
     places = (starts[:, None] + np.arange(width)).reshape(-1)
     stamps = array.owners.stamps[STORE, places]

@@ -275,8 +275,8 @@ class Boxes(Mbarriers):
     ) -> None:  # fmt: skip
         """Mark the elements of a box as in flight, and add the box to the copies of an mbarrier.
 
-        Raise if a thread may still access one of the elements. `tid` has one entry: the thread that
-        starts the copy.
+        Raise if a thread may still access one of the elements. `first`, `places` and `values` are
+        described in `BoxLoad`. `tid` has one entry: the thread that starts the copy.
         """
         buffer = dst.buffer
         self.rows_for_marks(buffer)

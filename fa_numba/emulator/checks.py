@@ -13,6 +13,7 @@ each thread block before. Arguments that recur:
     first, length    the shared array: its first element in the buffer, its number of elements
     e, width         each lane accesses `width` elements from e[lane] on
     mask, tids       which lanes take part, and the number of each lane's thread
+    kind             kind of access to global memory: LOAD, STORE or ATOMIC
     starts, seen, base    see `Context.new_clocks`
     stats            a row of statistics to which the access is added
     scratch          working memory: SCRATCH

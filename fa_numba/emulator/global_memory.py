@@ -516,7 +516,8 @@ class GlobalArray(Unconverted):
     def _touch(self, kind: int, lane: int, e: int, n: int, index: tuple[Any, ...]) -> None:
         """Raise, or report, a race of an access with another thread of the same thread block.
 
-        The access is of one lane to `n` elements from position `e` on.
+        The access is of one lane to `n` elements from position `e` on. `kind` and `index` are
+        described in `_access`.
         """
         ctx, stamps, base = self.ctx, self.owners.stamps, self.ctx.base[0]
         for k, p in enumerate(range(e, e + n)):
@@ -545,7 +546,8 @@ class GlobalArray(Unconverted):
     ) -> EmulatorError:
         """Return the error for a conflict with an access of another thread block.
 
-        The access is of one lane to `n` elements from position `e` on.
+        The access is of one lane to `n` elements from position `e` on. `kind` and `index` are
+        described in `_access`.
         """
         ctx, owners, mine = self.ctx, self.owners, self.ctx.block_number
         for k in range(n):

@@ -23,7 +23,7 @@ def _first(seed: int) -> int:
 
 
 def _turned(x: np.ndarray, by: int) -> np.ndarray:
-    """Return words whose bits are rotated to the left."""
+    """Return 64-bit words whose bits are rotated to the left by `by` positions."""
     return x << np.uint64(by) | x >> np.uint64(WORD - by)
 
 

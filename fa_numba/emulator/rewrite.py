@@ -356,9 +356,9 @@ class _Function(Expressions):
         return [ast.Expr(exits("continues"))] if self.masked else node
 
     def agreed(self, name: str, how: str = "agree") -> ast.stmt:
-        """Return a statement for a variable that may be an array over the lanes.
+        """Return a statement for the variable `name`, which may be an array over the lanes.
 
-        The statement replaces the array by the result of the launch's method `how`.
+        The statement replaces an array by the result of the launch's method `how`.
         """
         one = assign(runtime(name, True), method(runtime("C"), how, runtime(name)))
         return when(class_is(runtime(name), "array"), [one])

@@ -331,7 +331,8 @@ class SharedArray(Unconverted):
     def _from(self, e: np.ndarray, n: int) -> tuple[np.ndarray, int, int]:
         """Return positions `e`, the element of the buffer from which they count, and the length.
 
-        Usually the positions count from the beginning of the array, and the length is the array's.
+        Each lane accesses `n` elements from its position on. Usually the positions count from the
+        beginning of the array, and the length is the array's.
         If the array begins at different elements in different thread blocks, the returned positions
         count from the beginning of the buffer, and the length is the buffer's.
         """
@@ -471,7 +472,8 @@ class SharedArray(Unconverted):
     def _check(self, p: int, lane: int, does: str, did: str, stamps: Iterable[int]) -> None:
         """Raise, or report, a race of a lane's access with the accesses that have these stamps.
 
-        `does` and `did` are the verbs for the message, such as "reads" and "wrote".
+        All accesses are to element `p` of the buffer. `does` and `did` are the verbs for the
+        message, such as "reads" and "wrote".
         """
         base = self.ctx.base[0]
         for stamp in stamps:

@@ -362,7 +362,8 @@ def _from_jax(name: str, array: Any) -> Operand:
 def operand(name: str, array: Any, allowed: Sequence[str] = tuple(DTYPES)) -> Operand:
     """Return the operand of an array of NumPy, torch, CuPy or JAX.
 
-    Other arrays need ``__cuda_array_interface__`` or DLPack. Raises TypeError for anything else,
+    Other arrays need ``__cuda_array_interface__`` or DLPack. ``name`` is the name of the argument,
+    for messages. Raises TypeError for anything else,
     such as a list, and for a dtype that is not ``allowed``. Raises ValueError for an address or
     strides that are not multiples of the size of an element.
     """
@@ -462,8 +463,8 @@ def pointer_of(library: str, array: Any) -> int:
 def on_host(name: str, array: Any) -> np.ndarray:
     """Return a small array of any library, or a sequence of numbers, as a NumPy array.
 
-    Arrays on a GPU are copied to the host. Raises ValueError for rows of different lengths, and
-    TypeError for anything that is neither an array nor a sequence of values.
+    Arrays on a GPU are copied to the host. ``name`` is for messages. Raises ValueError for rows of
+    different lengths, and TypeError for anything that is neither an array nor a sequence of values.
     """
     if _of_library("torch", "Tensor", array):
         check_dense(name, array)

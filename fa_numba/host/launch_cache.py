@@ -206,7 +206,8 @@ def _describe_plain(key: list[Any], arrays: Sequence[Any]) -> Call | None:
 def _add_function(name: str, function: Any, key: list[Any], arrays: list[Any]) -> bool:
     """Add a caller's function to ``key``, and the arrays that it captures to ``arrays``.
 
-    Return False if the function is invalid, so that the checks of the call must raise the error.
+    ``name`` is the option that takes the function, such as "score_mod". Return False if the
+    function is invalid, so that the checks of the call must raise the error.
     """
     try:
         found = mods.captured(name, function)

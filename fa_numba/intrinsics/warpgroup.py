@@ -70,7 +70,7 @@ def _step(k: int, rows: int, across: bool) -> int:
 
 
 def _places(n: int) -> list[int]:
-    """Return for each register of the instruction its index in the array of C."""
+    """Return for each register of the instruction its index in the array of C, with n columns."""
     return [e // 2 % 2 * (n // 4) + 2 * (e // 4) + e % 2 for e in range(n // 2)]
 
 
@@ -82,9 +82,9 @@ def _listed(first: int, count: int) -> str:
 def _call(context, builder, rC, C, n, adds, inputs, text):
     """Insert the instructions of a product into the code.
 
-    `rC` is the Numba type of the array of C, and `C` its value. `inputs` are the operands of the
-    PTX after the registers of C. ``text(first)`` yields the instructions, in which the inputs begin
-    at operand `first`.
+    `rC` is the Numba type of the array of C, and `C` its value. C has `n` columns. If `adds` is not
+    0, the product is added to C. `inputs` are the operands of the PTX after the registers of C.
+    ``text(first)`` yields the instructions, in which the inputs begin at operand `first`.
     """
     data = context.make_array(rC)(context, builder, C).data
     places = [builder.gep(data, [I32(place)]) for place in _places(n)]
@@ -107,10 +107,10 @@ def _replaced(builder, code, places, given, tied):
 
 
 def _instruction(kind: str, n: int, a: str, across: Sequence[int], adds: bool) -> str:
-    """Return the PTX of one step of a product. `a` is the operand A.
+    """Return the PTX of one step of a product with `n` columns. `a` is the operand A.
 
-    `across` says for each operand in shared memory whether it is stored transposed. `adds` says
-    whether the step adds to C.
+    `kind` is "f16" or "bf16". `across` says for each operand in shared memory whether it is stored
+    transposed. `adds` says whether the step adds to C.
     """
     shape = f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{kind}.{kind}"
     modes = ", ".join(map(str, (int(adds), 1, 1, *across)))
@@ -151,7 +151,10 @@ def _of_shared(kind):
 
 
 def _emulation(kind):
-    """Return the emulation of a product with both operands in shared memory."""
+    """Return the emulation of a product with both operands in shared memory.
+
+    `kind` is "f16" or "bf16".
+    """
 
     def emulation(rC, n, sA, a, rows_a, across_a, sB, b, rows_b, across_b, steps, adds):
         A, B = (sA, a, rows_a, across_a), (sB, b, rows_b, across_b)
@@ -161,7 +164,7 @@ def _emulation(kind):
 
 
 def _emulation_of_registers(kind):
-    """Return the emulation of a product with A in registers."""
+    """Return the emulation of a product with A in registers. `kind` is "f16" or "bf16"."""
 
     def emulation(rC, n, rA, a, sB, b, rows_b, across_b, steps, adds):
         B = (sB, b, rows_b, across_b)
@@ -201,7 +204,10 @@ def multiply_bf16(typingctx, rC, n, sA, a, rows_a, across_a, sB, b, rows_b, acro
 
 
 def _of_registers(kind):
-    """Return the function that types and compiles a product with A in registers."""
+    """Return the function that types and compiles a product with A in registers.
+
+    `kind` is "f16" or "bf16".
+    """
 
     def build(typingctx, rC, n, rA, a, sB, b, rows_b, across_b, steps, adds):
         found = literals(n, a, rows_b, across_b, steps, adds)

@@ -21,8 +21,8 @@ READ = re.compile(
 def alone(name: str, lines: list[str]) -> tuple[str, str]:
     """Return the target and the value of the only needed assignment that reads ``name``.
 
-    Both strings are empty if several assignments read the name, or if the assignment is under an
-    ``if``.
+    ``lines`` are the statements among which the assignment is searched. Both strings are empty if
+    several assignments read the name, or if the assignment is under an ``if``.
     """
     parted = (line.strip().partition(" = ") for line in _needed_lines(tuple(lines)))
     found = [(own, value) for own, _, value in parted if name in READ.findall(value or own)]

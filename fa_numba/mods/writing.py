@@ -44,10 +44,11 @@ def written(
 ) -> tuple[Text, bool, bool]:
     """Write the caller's function, its derivative with respect to the score, or both as a pair.
 
-    ``kinds`` maps the names of captured values to their kinds (``source.kind_of_capture``).
-    ``captured`` maps the names of captured values to fields of a kernel's ``options``. It also maps
-    the texts of numbers that are computed from captured numbers to fields (``captures.made_of``).
-    This function adds fields to ``captured``.
+    ``value`` and ``slope`` say whether the written function returns the value of the caller's
+    function, and whether it returns the derivative. ``kinds`` maps the names of captured values to
+    their kinds (``source.kind_of_capture``). ``captured`` maps the names of captured values to
+    fields of a kernel's ``options``. It also maps the texts of numbers that are computed from
+    captured numbers to fields (``captures.made_of``). This function adds fields to ``captured``.
 
     Return the text, whether kernels may call the function only with rows and columns of S, and
     whether the slope is finite for every finite score. Raises ValueError if the function contains
