@@ -216,7 +216,8 @@ def hopper_tiles(request: Request, heads: int, select: Callable[[Tiles], Any]) -
 def _hopper_tiles(request: Request, heads: int, d: int) -> Chosen:
     """Return the tiles of FA-2's forward kernel on Hopper for the deciding head dimension ``d``.
 
-    The first case that applies decides:
+    ``heads`` is the number of query heads whose rows share a row tile. The first case that applies
+    decides:
 
     case                                              tiles
     planes                                            the row for planes in tiles.csv

@@ -53,8 +53,10 @@ WIDE = 8
 def make_merge(head_dim, x_dtype, y_dtype, out_dtype, aligned, features=PLAIN):
     """Return the kernel that computes O and L. The grid is (``blocks``, H, B).
 
-    With ``q_lens`` among the ``features``, Y is ignored in rows past the valid length of a batch
-    entry.
+    The kernel's arguments are X and LX (O_x and L_x), Y and LY (O_y and L_y), and the results O and
+    L. ``x_dtype``, ``y_dtype`` and ``out_dtype`` are the dtypes of X, Y and O. ``head_dim`` is
+    their number of columns, and ``aligned`` says whether rows start at 16-byte addresses. With
+    ``q_lens`` among the ``features``, Y is ignored in rows past the valid length of a batch entry.
     """
     width = width_of(head_dim, aligned)
     pieces, add = head_dim // width, _add_weighted(x_dtype, y_dtype, out_dtype, width)
@@ -94,7 +96,10 @@ def make_merge(head_dim, x_dtype, y_dtype, out_dtype, aligned, features=PLAIN):
 
 @cache
 def make_add(head_dim, x_dtype, y_dtype, aligned):
-    """Return the kernel that adds gradients, X += Y. The grid is (``blocks``, H, B)."""
+    """Return the kernel that adds gradients, X += Y. The grid is (``blocks``, H, B).
+
+    ``x_dtype`` and ``y_dtype`` are the dtypes of X and Y.
+    """
     width = width_of(head_dim, aligned)
     pieces, add = head_dim // width, _add_weighted(x_dtype, y_dtype, x_dtype, width)
 
@@ -115,7 +120,8 @@ def make_merge_backward(head_dim, dtype, dlse, aligned):
     """Return the kernel that computes the gradients of one part. The grid is (``row_blocks``, H,
     B).
 
-    ``dlse`` says whether the loss has a gradient of L.
+    The kernel writes dY = dO_y and dLY = dL_y of the part Y. ``dlse`` says whether the loss has a
+    gradient of L.
     """
     width, T = width_of(head_dim, aligned), row_threads(head_dim, aligned)
     ROWS, weight = THREADS // T, _weight_gradient(dtype, width)
@@ -189,6 +195,9 @@ def _share(f, x):
 def _add_weighted(x_dtype, y_dtype, out_dtype, width):
     """Make ``add(O, X, Y, row, col, f, g)``, which computes O = f X + g Y in ``width`` neighbouring
     elements.
+
+    The elements begin at column ``col`` of a row. A term whose factor is 0 is 0, even if the
+    element is NaN.
     """
     if width == 1:
         read_x, read_y, write = _read_one(x_dtype), _read_one(y_dtype), _write_one(out_dtype)

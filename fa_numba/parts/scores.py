@@ -1,8 +1,8 @@
 """The scores of a tile in registers: scale, cap, user function, bias and masks, after the product Q
 KT.
 
-The scores are multiplied by scale log2(e), so that the softmax needs only exp2. This is what "in
-units of log2" means.
+Unless a function says otherwise, the scores are multiplied by scale log2(e), so that the softmax
+needs only exp2. This is what "in units of log2" means.
 """
 
 import math

@@ -348,7 +348,7 @@ def check_shared(spec: Spec, shared_limit: int, staged: str = "") -> None:
 
 
 def with_threads(found: Sequence[Any], tiles: Tiles, of: str) -> Any:
-    """Return the first spec, or the spec with the number of threads that ``tiles`` demands.
+    """Return the first spec of ``found``, or the one with the threads that ``tiles`` demands.
 
     Raise ValueError if no spec has this number. ``of`` is text about the unit for the error
     message.

@@ -43,8 +43,9 @@ def exp(x):
 
 @device_function
 def load(rx, x, j, V):
-    """Load the elements j, j + 256, ... of x into the EACH registers rx. Past the end, -inf is
-    loaded.
+    """Load the elements j, j + 256, ... of x into the EACH registers rx.
+
+    V is the number of elements of x. Past the end, -inf is loaded.
     """
     for e in range(EACH):
         at = uint32(j + e * THREADS)
@@ -181,7 +182,11 @@ def make_online_softmax():
 
 @device_function
 def write(y, x, m, d, thread, V, rx):
-    """Write y = e^(x - m) / d, or 0 if d is 0. The registers rx are overwritten."""
+    """Write y = e^(x - m) / d, or 0 if d is 0.
+
+    V is the number of elements of x. ``thread`` is the number of this thread. The registers rx are
+    overwritten.
+    """
     inverse = float32(0.0)
     if d != float32(0.0):
         inverse = float32(1.0) / d

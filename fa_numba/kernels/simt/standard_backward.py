@@ -90,8 +90,8 @@ def make_standard_score_gradients(row_floats, warps, features):
     wants it. With dropout, the dropped elements of P become 0 and the kept ones are multiplied by 1
     / (1 - dropout_p), for dV.
 
-    The kernel keeps a row of P and a row of dP of up to ``row_floats`` elements in shared memory.
-    If ``row_floats`` is 0, it reads the rows from global memory twice.
+    A block has ``warps`` warps. The kernel keeps a row of P and a row of dP of up to ``row_floats``
+    elements in shared memory. If ``row_floats`` is 0, it reads the rows from global memory twice.
     """
     resident = row_floats > 0
     NR = max(row_floats, 4)
