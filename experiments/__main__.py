@@ -25,7 +25,7 @@ from fa_numba.problem import MAX_HEAD_DIM
 from .beside import compare, spills
 from .lab.measure import tune
 from .lab.record import FIGURES, FILTERED, REPOSITORY, Options, Store, origins, outdated
-from .lab.record.options import CHOICES, QUICK
+from .lab.record.options import LIMITED, QUICK
 from .lab.record.registry import load, names, needs, takes, words
 from .lab.run.drawing import side_by_side
 from .lab.run.runner import Runner
@@ -113,6 +113,12 @@ def _parser() -> argparse.ArgumentParser:
         "--replace": ("replace a recording (the stored results of an experiment) even if torch or "
                       "ncu (Nsight Compute) is missing on this machine; the numbers from torch or "
                       "ncu in the recording are lost", flag),
+        "--seconds": (
+            "time limit of an experiment. When S seconds have passed, the run stops after the call "
+            "that is being measured. Results are added to the recording after each call. The same "
+            "command later measures only the results that are missing, or whose code or kernels "
+            "have changed. Only ring supports --seconds",
+            {"type": whole(1, 10**6), "metavar": "S"}),
     }  # fmt: skip
     group = choices.add_argument_group("options")
     for option, (text, how) in options.items():
@@ -231,7 +237,7 @@ def _options(args: argparse.Namespace) -> Options:
     Raise ValueError if the run is a part of an experiment, but --out names the folder of complete
     runs.
     """
-    given = {name: getattr(args, name) for name in ("quick", "recount", "replace", *CHOICES)}
+    given = {name: getattr(args, name) for name in ("quick", "recount", "replace", *LIMITED)}
     options = Options(**given | {"causal": CAUSAL.get(args.causal)})
     usual = FIGURES if options.complete else QUICK if options.quick else FILTERED
     if args.out == FIGURES != usual:
@@ -331,7 +337,7 @@ def _command(arguments: Sequence[str] | None) -> int:
         return Runner(Options(), arguments, console).tune(wanted)
 
     chosen = names() if args.command == "all" else list(dict.fromkeys(args.names))
-    for choice in CHOICES:
+    for choice in LIMITED:
         if getattr(args, choice) is None:
             continue
         other = [name for name in chosen if choice not in takes(load(name))]

@@ -7,6 +7,7 @@ Ulysses are measured too. The bytes between GPUs are counted, and computed by cl
 gives the time on up to 1,024 GPUs.
 """
 
+import contextlib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -16,8 +17,9 @@ from typing import Any
 
 from fa_numba import io_model
 
-from .beside import ring_ranks, ring_rows
-from .beside.ring_ranks import HEAD_DIM, KV, ONE, OURS, SERIES, Q, Task
+from .beside import ring_ranks, ring_rows, ring_tasks
+from .beside.ring_ranks import HEAD_DIM, KV, OURS, SERIES, Q, Task
+from .beside.ring_tasks import FILLS, PASSES
 from .lab.measure import peers, speeds
 from .lab.measure.series import columns
 from .lab.measure.timing import Timing, number
@@ -25,7 +27,7 @@ from .lab.record import MODEL, Bench, Options, Row, nested, select
 from .lab.show import style, tables
 
 NAME = "ring"
-TAKES = ()
+TAKES = ("seconds",)
 PROTOCOL = (
     "one process a GPU, all begin together; the time of the slowest rank; bytes are those given "
     "to send; memory is a rank's peak with its inputs; inputs are normal, drawn on the GPU; every "
@@ -33,19 +35,11 @@ PROTOCOL = (
     "N=16k, 2 from N=256k on, 1 at N=1M"
 )
 
-SEQLENS = tuple(2**n for n in range(13, 21))  # 8k to 1M
-SHORTEST = 4096  # shortest sequence of one GPU alone
-PASSES = ("fwd", "fwd+bwd")
-# The longest sequence at which all series are timed, by pass. Longer ones take minutes or too much
-# memory.
-LONGEST = {"fwd": 2**18, "fwd+bwd": 2**17}
-ALONE = 2**20  # longest sequence of the forward pass in which K and V travel
 MODEL_RANKS = (2, 4, 8, 16, 64, 256, 1024)
 MODEL_SEQLEN, SHORTER = 2**26, 2**22
 SHOWN_RANKS = (16, 64, 256, 1024)
 # Bytes per second in one direction of one GPU's link: 400 Gb/s, NDR InfiniBand.
 INFINIBAND = 50e9
-FILLS = 2**15  # From this number of rows on, the part of one rank fills a GPU.
 # Series -> (name in figures and tables, colour, mark).
 LOOKS = dict(
     zip(
@@ -63,46 +57,36 @@ LOOKS = dict(
 )
 
 
-def tasks(options: Options) -> list[Task]:
-    """Return the calls to time, for all series, passes, masks and sequence lengths.
-
-    Calls that would take minutes or too much memory are left out. Two further tasks time the link
-    between GPUs and the kernel that merges results.
-    """
-    lengths = SEQLENS[:1] if options.quick else SEQLENS
-    found = [
-        Task(ring_ranks.LINK, 0, False, "fwd", 20),
-        Task(ring_ranks.MERGE, 2**17, False, "fwd", 20),
-    ]
-    halves = () if options.quick else (SHORTEST, *(N // 2 for N in lengths))
-    kinds = itertools.product((False, True), PASSES, SERIES, sorted({*lengths, *halves}))
-    for causal, pass_, series, N in kinds:
-        last = series == KV and pass_ == "fwd" and N <= ALONE
-        if (series == ONE or N in lengths) and (N <= LONGEST[pass_] or last):
-            found.append(Task(series, N, causal, pass_, repeats(N)))
-    return found
-
-
-def repeats(N: int) -> int:
-    """Return how many times a call with N rows is timed."""
-    if N >= 2**20:
-        return 1
-    return max(2, min(20, 2**18 // N))
-
-
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
     """Yield the sent bytes by closed forms; with several GPUs also times, memory and sent bytes."""
     yield list(_modelled())
     if bench.machine is None:
         return
-    ranks = _gpus()
-    if ranks < 2:
+    gpus = _gpus()
+    if gpus < 2:
         bench.say("  one GPU, or no torch with NCCL: times over several are not measured")
         return
-    asked = [task for task in tasks(options) if task.seqlen % (2 * ranks) == 0]
-    bench.say(f"  {len(asked)} calls over {ranks} GPUs")
-    for found in ring_ranks.run(asked, ranks):
-        yield list(_rows(asked[found.index], found, ranks, bench.machine))
+    asked = ring_tasks.tasks(options, gpus)
+    left = ring_tasks.missing(asked, bench.stored)
+    bench.say(f"  {len(left)} of {len(asked)} calls over at most {gpus} GPUs are to be measured")
+    for group in ring_tasks.groups(left):
+        yield from _measured(group, bench)
+    if bench.over():
+        bench.say("  the time limit has passed; the same command measures what is missing")
+
+
+def _measured(group: ring_tasks.Group, bench: Bench) -> Iterator[Sequence[Row]]:
+    """Yield the rows of each task of a group, until the time of the run is over."""
+    named = bench.left(group.tasks, f"{group.ranks} GPUs")
+    if not named or bench.over():
+        return
+    ranks = ring_ranks.run([task for _, task in named], group.ranks)
+    with contextlib.closing(ranks):
+        for task in bench.unfinished(named, f"{group.ranks} GPUs"):
+            found = next(ranks)
+            if found.slow:
+                bench.say(f"  {found.slow}")
+            yield list(_rows(task, found, bench.machine))
 
 
 def _gpus() -> int:
@@ -115,10 +99,18 @@ def _gpus() -> int:
     return peers.torch.cuda.device_count()
 
 
-def _rows(task: Task, found: ring_ranks.Found, ranks: int, machine: str) -> Iterator[Row]:
+def _rows(task: Task, found: ring_ranks.Found, machine: str) -> Iterator[Row]:
     problem = ring_rows.whole(max(1, task.seqlen), task.causal)
-    note = f"{ring_rows.place(ranks)}; {found.failure}" if found.failure else ring_rows.place(ranks)
+    at = ring_tasks.place(task.ranks)
+    note = "; ".join(text for text in (at, found.failure or found.slow) if text)
     common = columns(NAME, task.series, problem, machine, pass_=task.pass_, note=note)
+    if task.profiled:
+        share = min(found.hidden, default=None)
+        yield Row(metric="hidden", unit="1", value=share, **common)
+        for rank, milliseconds in enumerate(found.busy):
+            own = common | {"note": f"{at}, rank {rank}"}
+            yield Row(metric="busy", unit="ms", value=milliseconds, **own)
+        return
     timing = Timing.of(found.samples) if found.samples else None
     yield Row(metric="time", unit="ms", **number(timing), **common)
     if timing is None:
@@ -133,7 +125,7 @@ def _modelled() -> Iterator[Row]:
     choices = itertools.product((False, True), PASSES, MODEL_RANKS, OURS)
     for causal, pass_, ranks, series in choices:
         problem = ring_rows.whole(MODEL_SEQLEN, causal)
-        common = columns(NAME, series, problem, MODEL, pass_=pass_, note=ring_rows.place(ranks))
+        common = columns(NAME, series, problem, MODEL, pass_=pass_, note=ring_tasks.place(ranks))
         value = ring_rows.sent_bytes(problem, ranks, series, pass_)
         yield Row(metric="sent", unit="bytes", value=value, **common)
 

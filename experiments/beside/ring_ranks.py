@@ -4,15 +4,18 @@ import contextlib
 import datetime
 import json
 import math
+import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ..lab.measure.check import PEER_BOUND, ROUNDING, WrongResult
 from ..lab.measure.timing import attempt
 from ..lab.record import ran
+from . import ring_spans
 
 # Series: one GPU that computes the complete problem, our two loop orders, and other methods.
 ONE, KV, Q, ULYSSES = "one-gpu", "ring-kv", "ring-q", "ulysses"
@@ -25,15 +28,20 @@ LINK_BYTES = 2**29
 _BACKENDS = {CP_FLASH: "FLASH_ATTENTION", CP_CUDNN: "CUDNN_ATTENTION"}
 # Seconds between two checks for new results.
 POLL = 0.5
-# If a collective operation waits this long, a rank has failed.
-TIMEOUT = datetime.timedelta(seconds=120)
+# If a collective operation waits this long, a rank has failed, and torch ends the waiting ranks.
+TIMEOUT = datetime.timedelta(seconds=90)
+# If no rank makes progress for this many seconds, all ranks are ended.
+HUNG = 110.0
+# A rank is slow if it needs this many times as long as the median rank.
+SLOW, NOTED = 1.2, 2.0  # seconds below NOTED are not compared
 
 
 @dataclass(frozen=True)
 class Task:
     """One call to time: a series, and a problem of `seqlen` rows in total over all ranks.
 
-    If the series is LINK or MERGE, the link or the kernel that merges results is timed instead.
+    If the series is LINK or MERGE, the link or the kernel that merges results is timed instead. A
+    profiled task is not timed. A profiler records its kernels and copies instead.
     """
 
     series: str
@@ -41,6 +49,8 @@ class Task:
     causal: bool
     pass_: str
     repeats: int
+    ranks: int = 2
+    profiled: bool = False
 
 
 @dataclass
@@ -59,6 +69,12 @@ class Found:
         Peak memory in MiB of the rank that needs most.
     failure : str, default ""
         Why the task failed.
+    busy : list of float
+        For a profiled task: milliseconds in which each rank's GPU computed.
+    hidden : list of float
+        For a profiled task: share of each rank's copying time in which its GPU computed.
+    slow : str, default ""
+        Names a rank that is much slower than the others, if there is one.
     ran : dict
         Kernels that the first rank has launched so far, as `ran.Collected.of` returns them.
     """
@@ -68,14 +84,46 @@ class Found:
     sent: int = 0
     memory: float = 0.0
     failure: str = ""
+    busy: list[float] = field(default_factory=list)
+    hidden: list[float] = field(default_factory=list)
+    slow: str = ""
     ran: dict[str, Any] = field(default_factory=dict)
 
 
-def run(tasks: Sequence[Task], ranks: int) -> Iterator[Found]:
+def run(tasks: Sequence[Task], ranks: int) -> Generator[Found]:
     """Time tasks in `ranks` processes of this host, one process per GPU.
 
-    Yield the result of each task as soon as it is known. If the processes fail, the remaining tasks
-    get results that contain the reason. The processes end when the caller stops.
+    Yield the result of each task as soon as it is known. If the processes fail, the task at which
+    they failed gets a result with the reason, and new processes go on with the next task. If two
+    starts in a row give no result, all remaining tasks get the reason. The processes end when the
+    caller stops.
+    """
+    done, useless = 0, 0
+    while done < len(tasks):
+        begin, failure = done, ""
+        for found in _started(tasks[begin:], ranks):
+            if found.failure.startswith(ENDED):
+                failure = found.failure.removeprefix(ENDED)
+                break
+            yield replace(found, index=done)
+            done += 1
+        if not failure:
+            continue
+        useless = useless + 1 if done == begin else 0
+        last = len(tasks) if useless == 2 else done + 1
+        for n in range(done, last):
+            yield Found(n, [], failure=failure)
+        done = last
+
+
+# Beginning of the failure with which `_started` says that the processes have ended.
+ENDED = "ended: "
+
+
+def _started(tasks: Sequence[Task], ranks: int) -> Iterator[Found]:
+    """Start the processes, and yield the results of the tasks.
+
+    If the processes end too early, the last result has a failure that begins with ENDED.
     """
     from torch import multiprocessing
 
@@ -85,7 +133,7 @@ def run(tasks: Sequence[Task], ranks: int) -> Iterator[Found]:
         begun, failure = attempt(
             multiprocessing.spawn, _rank, arguments, nprocs=ranks, join=False, daemon=True
         )
-        seen = 0
+        seen, watch = 0, Watch(results, ranks)
         try:
             ended = begun is None
             while not ended:
@@ -94,12 +142,78 @@ def run(tasks: Sequence[Task], ranks: int) -> Iterator[Found]:
                     seen += 1
                     ran.tell(found.ran)
                     yield found
-                ended = ended or bool(failure)
+                if failure or watch.hung():
+                    failure = failure or f"failed: no rank has made progress for {HUNG:.0f} s"
+                    failure += watch.late()
+                    ended = True
         finally:
             for process in begun.processes if begun is not None else ():
                 process.kill()
-    for n in range(seen, len(tasks)):
-        yield Found(n, [], failure=failure or "failed: no rank has said why")
+    if seen < len(tasks):
+        yield Found(seen, [], failure=ENDED + (failure or "failed: no rank has said why"))
+
+
+class Watch:
+    """The progress of the ranks, which each rank writes to a file of its own.
+
+    A file contains the number of points at which the rank has met the others.
+
+    Parameters
+    ----------
+    results : Path
+        File of the results. The ranks' files have the same name and the number of the rank.
+    ranks : int
+        Number of ranks.
+    """
+
+    def __init__(self, results: Path, ranks: int) -> None:
+        self.files = [own_file(results, rank) for rank in range(ranks)]
+        self.before: list[int] = []
+        self.since = time.monotonic()
+
+    def steps(self) -> list[int]:
+        """Return how many meeting points each rank has reached; 0 before the first one."""
+        return [path.stat().st_size if path.exists() else 0 for path in self.files]
+
+    def hung(self) -> bool:
+        """Return whether no rank has made progress for HUNG seconds."""
+        now = self.steps()
+        if now != self.before:
+            self.before, self.since = now, time.monotonic()
+        return time.monotonic() - self.since > HUNG
+
+    def late(self) -> str:
+        """Return text that names the ranks which are behind the others; empty if none is."""
+        steps = self.steps()
+        behind = [str(rank) for rank, n in enumerate(steps) if n < max(steps)]
+        if not behind:
+            return ""
+        which = f"rank {behind[0]} was" if len(behind) == 1 else f"ranks {', '.join(behind)} were"
+        return f"; {which} behind the other ranks"
+
+
+def own_file(results: Path | str, rank: int) -> Path:
+    """Return the file to which a rank writes its progress: one byte per meeting point."""
+    return Path(f"{results}.{rank}")
+
+
+def slow_rank(values: Sequence[float], what: str) -> str:
+    """Return text that names the slowest rank, if it is slower than SLOW times the median rank.
+
+    `values` are the times of the ranks. `what` contains the unit and what was timed.
+
+    >>> slow_rank([2.0, 2.1, 3.0, 2.0], "ms for a call on one GPU")
+    'rank 2 is slow: 3 ms for a call on one GPU, the median rank 2.05'
+    >>> slow_rank([2.0, 2.1, 2.2, 2.0], "ms for a call on one GPU")
+    ''
+    """
+    most, median = max(values, default=0.0), statistics.median_low(values) if values else 0.0
+    if len(values) > 2:
+        median = statistics.median(values)
+    if most <= SLOW * median:
+        return ""
+    named = f"rank {list(values).index(most)} is slow: {most:.4g} {what}"
+    return f"{named}, the median rank {median:.4g}"
 
 
 def _lines(results: Path) -> list[Found]:
@@ -128,7 +242,7 @@ def _rank(rank: int, ranks: int, store: str, tasks: Sequence[Task], results: str
         "nccl", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=TIMEOUT,
         device_id=device,
     )  # fmt: skip
-    bench = _Bench(rank, ranks, device)
+    bench = _Bench(rank, ranks, device, own_file(results, rank))
     with ran.collecting() as collected:
         for index, task in enumerate(tasks):
             found = bench.found(index, task)
@@ -146,7 +260,7 @@ class _Failed(Exception):
 class _Bench:
     """The calls, checks and timings of tasks on one rank, which has one GPU."""
 
-    def __init__(self, rank: int, ranks: int, device: Any) -> None:
+    def __init__(self, rank: int, ranks: int, device: Any, progress: Path) -> None:
         import torch
 
         self.torch, self.dist = torch, torch.distributed
@@ -154,31 +268,46 @@ class _Bench:
         self.flushed = torch.empty(2**28, device=device)
         self.passed: set[tuple[str, bool, str]] = set()
         self.mesh = None
+        self.progress, self.slow = progress, ""
 
     def found(self, index: int, task: Task) -> Found:
         """Check the task's kind of call, unless it was checked before, and then time the call.
 
         The result is equal on all ranks.
         """
+        self.slow = ""
         try:
             with self._all(self._within, task.series, task.causal):
                 if task.series in SERIES:
                     self._check(task)
                 self.torch.cuda.empty_cache()
                 call = self._all(self._call, task)
-                return Found(index, *self._timed(call, task))
+                if task.profiled:
+                    busy, hidden = self._profiled(call)
+                    slow = slow_rank(busy, "ms of computing in a call") or self.slow
+                    return Found(index, [], busy=busy, hidden=hidden, slow=slow)
+                times, sent, memory = self._timed(call, task)
+                return Found(index, times, sent, memory, slow=self.slow)
         except _Failed as error:
-            return Found(index, [], failure=str(error))
+            return Found(index, [], failure=str(error), slow=self.slow)
 
     def _all(self, work: Callable[..., Any], *given: Any) -> Any:
         """Return this rank's result of `work`, which every rank calls.
 
-        Raise _Failed on all ranks if `work` fails on one of them.
+        Raise _Failed on all ranks if `work` fails on one of them. Note the slowest rank, if it
+        keeps the others waiting.
         """
+        begin = time.monotonic()
         result, failure = attempt(work, *given)
         every: list[Any] = [None] * self.ranks
-        self.dist.all_gather_object(every, failure)
-        if why := next((each for each in every if each), ""):
+        own = failure, time.monotonic() - begin
+        with open(self.progress, "ab") as file:
+            file.write(b".")
+        self.dist.all_gather_object(every, own)
+        seconds = [each for _, each in every]
+        if max(seconds) > NOTED:
+            self.slow = self.slow or slow_rank(seconds, "s to prepare a call")
+        if why := next((f"{each} (rank {n})" for n, (each, _) in enumerate(every) if each), ""):
             raise _Failed(why)
         return result
 
@@ -309,10 +438,31 @@ class _Bench:
             end.record()
             torch.cuda.synchronize()
             times.append(begin.elapsed_time(end))
-        every = torch.tensor([*times, *first], dtype=torch.float64, device=self.device)
-        dist.all_reduce(every, op=dist.ReduceOp.MAX)
-        *times, sent, memory = every.tolist()
+        by_rank = self._gathered([*times, *first])
+        if task.series == ONE:  # the ranks do not wait for each other
+            medians = [statistics.median(each[:-2]) for each in by_rank]
+            self.slow = slow_rank(medians, "ms for a call on one GPU") or self.slow
+        *times, sent, memory = map(max, zip(*by_rank, strict=True))
         return times, int(sent), memory
+
+    def _gathered(self, numbers: Sequence[float]) -> list[list[float]]:
+        """Return the numbers of every rank."""
+        own = self.torch.tensor(numbers, dtype=self.torch.float64, device=self.device)
+        every = [self.torch.empty_like(own) for _ in range(self.ranks)]
+        self.dist.all_gather(every, own)
+        return [each.tolist() for each in every]
+
+    def _profiled(self, call: Callable[[], Any]) -> tuple[list[float], list[float]]:
+        """Return each rank's milliseconds of computing, and the hidden share of its copies."""
+        self._all(self._twice, call)
+        spans = self._all(ring_spans.recorded, self.torch, call)
+        by_rank = self._gathered([ring_spans.busy(spans), ring_spans.hidden(spans)])
+        return [busy for busy, _ in by_rank], [hidden for _, hidden in by_rank]
+
+    def _twice(self, call: Callable[[], Any]) -> None:
+        for _ in range(2):
+            call()
+        self.torch.cuda.synchronize()
 
     def _check(self, task: Task) -> None:
         """Compare a call of a short problem with float64, once for each kind of call."""

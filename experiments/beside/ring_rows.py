@@ -134,11 +134,6 @@ def whole(N: int, causal: bool) -> Problem:
     return Problem(1, HEADS, HEADS, N, N, HEAD_DIM, dtype="float16", causal=causal)
 
 
-def place(ranks: int) -> str:
-    """Return the beginning of a row's note, which names the number of ranks."""
-    return f"{ranks} ranks"
-
-
 def ranks_of(row: Row) -> int:
     """Return the number of ranks that the note of a row names."""
     return int(row.place.split()[0])

@@ -60,6 +60,7 @@ def bench(tmp_path, monkeypatch):
         monkeypatch.setattr(module, "available", lambda: True)
 
     def measure(options, given):
+        run.given = given
         yield timed(1, 1.0, machine=MODEL, source="model")
         for N in given.each(run.lengths, "timing"):
             given.say(f"at {N}")
@@ -129,6 +130,31 @@ def test_an_interrupted_run_leaves_the_recording_and_is_gone_on_with(bench):
     assert len(runs) == 2 and of[32] == of[64] != of[128] and set(of.values()) == set(runs)
     assert provenance.dates_and_commits(list(runs.values())).endswith(", commit 1111111")
     assert not list(bench.partial.iterdir())
+
+
+def test_a_run_with_a_time_limit_adds_to_the_recording(bench):
+    """It stops after the call in which its time ends, and keeps rows of any other place."""
+    bench.beside = [timed(256, 7.0, note="2 ranks")]
+    bench()
+    bench.value, bench.beside = 1.1, [timed(256, 4.0, note="4 ranks")]
+    assert bench(seconds=1e-9) == [32, "counters"]
+    ours = {
+        row.seqlen_q: row.value for row in bench.rows if row.series == "fa2-simt" and row.n is None
+    }
+    assert {N: ours[N] for N in (32, 64, 128)} == {32: 32 * 1.1, 64: 64.0, 128: 128.0}
+    assert [row.value for row in bench.rows if row.seqlen_q == 256] == [7.0, 4.0]
+    bench.stop, bench.value = 64, 1.2
+    with pytest.raises(KeyboardInterrupt):
+        bench(seconds=100)
+    assert 32 * 1.2 in [row.value for row in bench.rows]
+    assert not list(bench.partial.iterdir()) and len(bench.store.runs(NAME, GPU)) == 3
+    # What the same code has measured is given to the experiment.
+    bench.stop = None
+    bench(seconds=100)
+    assert {row.seqlen_q for row in bench.given.stored} == {32, 64, 128, 256}
+    bench.source = "2"
+    bench(seconds=100)
+    assert bench.given.stored == []
 
 
 class Full(io.StringIO):

@@ -14,7 +14,7 @@ import pytest
 from experiment_helpers import cells
 
 from experiments import ring
-from experiments.beside import ring_ranks, ring_rows
+from experiments.beside import ring_ranks, ring_rows, ring_tasks
 from experiments.beside.ring_ranks import KV, LINK, MERGE, ONE, OURS, SERIES, Found, Q
 from experiments.lab.measure import peers, timing
 from experiments.lab.record.options import Bench, Options
@@ -52,21 +52,21 @@ def found(task, ranks):
 
 def machine(times=None):
     known = {
-        (p, c, 2**n): alone(p, c, 2**n)
-        for p, c, n in product(FACTOR, (False, True), range(12, 19))
-        if 2**n <= ring.LONGEST[p]
+        (p, c, 2**n): alone(p, c, 2**n) for p, c, n in product(FACTOR, (False, True), range(12, 19))
     }
     return ring_rows.Measured(times or known, LINK_SPEED, MERGE_SPEED)
 
 
 def synthetic(ranks=2, options=None, failing=()):
     rows = list(ring._modelled())
-    for n, task in enumerate(ring.tasks(options or Options())):
-        samples, sent = found(task, ranks)
+    for n, task in enumerate(ring_tasks.tasks(options or Options(), ranks)):
+        samples, sent = found(task, task.ranks)
         each = Found(n, samples, sent, 100.0)
+        if task.profiled:
+            each = Found(n, [], busy=[2.0 + r for r in range(task.ranks)], hidden=[0.9, 0.8])
         if task.series in failing:
             each = Found(n, [], failure="failed: out of memory")
-        rows += ring._rows(task, each, ranks, "some-gpu")
+        rows += ring._rows(task, each, "some-gpu")
     return rows
 
 
@@ -104,7 +104,7 @@ def test_times_beyond_the_longest_measured_are_in_proportion():
 
 
 def test_every_series_is_timed_where_it_is_short_enough():
-    tasks = ring.tasks(Options())
+    tasks = ring_tasks.tasks(Options(), 2)
     assert len(set(tasks)) == len(tasks)
     assert [task.series for task in tasks[:2]] == [LINK, MERGE]
     longest = {
@@ -113,10 +113,118 @@ def test_every_series_is_timed_where_it_is_short_enough():
     }
     assert longest.pop(KV) == 2**20 and set(longest.values()) == {2**18}
     assert {t.seqlen for t in tasks if t.series == ONE} == {2**n for n in range(12, 19)}
-    assert all(t.seqlen <= 2**17 for t in tasks if t.pass_ == "fwd+bwd")
-    quick = ring.tasks(Options(quick=True))
-    assert {t.seqlen for t in quick if t.series in SERIES} == {ring.SEQLENS[0]}
-    assert [ring.repeats(2**n) for n in (13, 15, 18, 20)] == [20, 8, 2, 1]
+    assert max(t.seqlen for t in tasks if t.pass_ == "fwd+bwd") == 2**18
+    quick = ring_tasks.tasks(Options(quick=True), 2)
+    assert {t.seqlen for t in quick if t.series in SERIES} == {ring_tasks.SEQLENS[0]}
+    assert [ring_tasks.repeats(2**n) for n in (13, 15, 18, 20)] == [20, 8, 2, 1]
+
+
+def test_the_most_important_calls_come_first():
+    """The goal on all GPUs, then the other passes there, and long before whatever is short."""
+    tasks = ring_tasks.tasks(Options(), 4)
+    goal = [t for t in tasks if t.series in SERIES][:4]
+    assert [(t.series, t.seqlen, t.causal, t.pass_, t.ranks) for t in goal] == [
+        (series, 2**17, False, "fwd", 4) for series in (KV, Q, ONE, ring_ranks.CP_CUDNN)
+    ]
+    assert {t.seqlen for t in tasks[:18] if t.series in SERIES} == {2**17}
+    assert {t.ranks for t in tasks} == {4, 2}
+    assert {t.ranks for t in tasks if t.series == ONE} == {4}
+    levels = [ring_tasks.importance(t, 4)[0] for t in tasks]
+    assert levels == sorted(levels) and set(levels) == {0, 1, 2, 3, 4, 5, 6, 7}
+    groups = ring_tasks.groups(tasks)
+    assert [(g.ranks, g.tasks[0].profiled) for g in groups] == [
+        (4, False), (2, False), (4, True), (4, False), (2, False)
+    ]  # fmt: skip
+    assert [t for g in groups for t in g.tasks] == tasks
+    eight = ring_tasks.tasks(Options(), 8)
+    assert ring_tasks.sizes(8) == [8, 4, 2] == sorted({t.ranks for t in eight}, reverse=True)
+
+
+def test_a_later_run_times_what_is_missing():
+    """Whatever number of GPUs timed one GPU alone; what failed is tried again, at the end."""
+    tasks, rows = ring_tasks.tasks(Options(), 4), synthetic(4)
+    assert ring_tasks.missing(tasks, rows) == []
+    assert ring_tasks.missing(tasks, []) == tasks
+    failing = ring_tasks.missing(tasks, synthetic(4, failing=[KV]))
+    assert {t.series for t in failing} == {KV}
+    short = [row for row in rows if row.seqlen_q != 2**15 or row.series != Q]
+    left = ring_tasks.missing(tasks, short)
+    assert {(t.series, t.seqlen) for t in left} == {(Q, 2**15)} and len(left) == 12
+    later = ring_tasks.missing(ring_tasks.tasks(Options(), 8), rows)
+    assert {t.ranks for t in later} == {8}
+    assert not [t for t in later if t.series == ONE]
+    gone = [row for row in synthetic(4, failing=[KV]) if row.series != MERGE]
+    last = [t.series for t in ring_tasks.missing(tasks, gone)]
+    assert last == [MERGE, MERGE] + [KV] * (len(last) - 2)
+
+
+def test_a_run_ends_when_its_time_is_over(monkeypatch):
+    """The processes end too, and groups that have not begun are not started."""
+    ended, said = [], []
+
+    def run(tasks, ranks):
+        try:
+            for n, _ in enumerate(tasks):
+                yield Found(n, [1.0], slow="rank 1 is slow" if n == 1 else "")
+        finally:
+            ended.append(ranks)
+
+    monkeypatch.setattr(ring, "_gpus", lambda: 4)
+    monkeypatch.setattr(ring.ring_ranks, "run", run)
+    found = []
+    bench = Bench(machine="some-gpu", say=said.append, over=lambda: len(found) >= 3)
+    for rows in ring.measure(Options(), bench):
+        found.append(rows)
+    assert len(found) == 3 and ended == [4]
+    assert said[1:] == [
+        "  rank 1 is slow",
+        "  the time limit has passed; the same command measures what is missing",
+    ]
+    assert found[2][0].note == "4 ranks; rank 1 is slow" and not found[2][0].failed
+    bench.stored, bench.over = [row for rows in found for row in rows], lambda: True
+    assert len(list(ring.measure(Options(), bench))) == 1 and ended == [4]
+    assert f"{len(ring_tasks.tasks(Options(), 4)) - 2} of" in said[-2]
+
+
+def test_who_is_slow_or_late_is_named(tmp_path, monkeypatch):
+    assert ring_ranks.slow_rank([1.0, 1.1, 1.0, 1.5], "s").startswith("rank 3 is slow: 1.5 s, ")
+    assert ring_ranks.slow_rank([5.0, 1.0], "s").startswith("rank 0 is slow: 5 s, ")
+    assert ring_ranks.slow_rank([1.0, 1.1], "s") == ring_ranks.slow_rank([], "s") == ""
+    watch = ring_ranks.Watch(tmp_path / "found", 3)
+    assert watch.late() == "" and not watch.hung()
+    for rank, steps in enumerate((3, 1, 3)):
+        ring_ranks.own_file(tmp_path / "found", rank).write_bytes(b"." * steps)
+    assert watch.late() == "; rank 1 was behind the other ranks"
+    assert ring_ranks.TIMEOUT.total_seconds() < ring_ranks.HUNG < 120 - 5
+    assert not watch.hung()
+    monkeypatch.setattr(ring_ranks, "HUNG", 0.0)
+    assert watch.hung()
+
+
+def test_other_processes_go_on_behind_a_task_at_which_they_ended(monkeypatch):
+    starts = []
+
+    def started(tasks, ranks):
+        starts.append(list(tasks))
+        for n, task in enumerate(tasks):
+            if task in ("breaks", "never"):
+                yield Found(n, [], failure=f"{ring_ranks.ENDED}failed: {task}")
+                return
+            yield Found(n, [1.0])
+
+    monkeypatch.setattr(ring_ranks, "_started", started)
+
+    def run(*tasks):
+        starts.clear()
+        return [(f.index, f.failure) for f in ring_ranks.run(tasks, 2)]
+
+    assert run("a", "breaks", "b") == [(0, ""), (1, "failed: breaks"), (2, "")]
+    assert starts == [["a", "breaks", "b"], ["b"]]
+    assert run("never", "never", "a", "b") == [(n, "failed: never") for n in range(4)]
+    assert len(starts) == 2
+    assert run("breaks", "a", "breaks", "b") == [
+        (0, "failed: breaks"), (1, ""), (2, "failed: breaks"), (3, "")
+    ]  # fmt: skip
 
 
 def test_without_a_gpu_bytes_are_modelled_alone():
@@ -144,7 +252,7 @@ def test_every_task_gives_its_rows(monkeypatch):
 
     def run(tasks, ranks):
         ran.extend(tasks)
-        assert ranks == 3
+        assert {task.ranks for task in tasks} == {ranks}
         for n, task in enumerate(tasks):
             failed = task.series == Q
             samples = [] if failed else [3.0, 1.0, 2.0]
@@ -152,13 +260,17 @@ def test_every_task_gives_its_rows(monkeypatch):
 
     monkeypatch.setattr(ring, "_gpus", lambda: 3)
     monkeypatch.setattr(ring.ring_ranks, "run", run)
-    monkeypatch.setattr(ring, "SEQLENS", (6144, 8192))
+    monkeypatch.setattr(ring_tasks, "SEQLENS", (6144, 8194))
     bench = Bench(machine="some-gpu", say=lambda text: None)
     _, *found = ring.measure(Options(), bench)
     rows = [row for of_task in found for row in of_task]
     assert len(found) == len(ran)
-    assert {task.seqlen for task in ran if task.series == KV} == {6144}
+    assert {(task.seqlen, task.ranks) for task in ran if task.series == KV} == {
+        (6144, 3),
+        (6144, 2),
+    }
     mine = [r for r in rows if (r.series, r.pass_, r.causal) == (KV, "fwd", True)]
+    mine = [r for r in mine if r.place == "3 ranks"]
     assert [(r.metric, r.value, r.place) for r in mine] == [
         ("time", 2.0, "3 ranks"),
         ("memory", 5.0, "3 ranks"),
@@ -166,7 +278,8 @@ def test_every_task_gives_its_rows(monkeypatch):
     ]
     assert (mine[0].n, mine[0].seqlen_q, mine[0].causal) == (3, 6144, True)
     failed = [row for row in rows if row.series == Q]
-    assert {(r.value, r.note) for r in failed} == {(None, "3 ranks; failed: too slow")}
+    said = {(None, f"{ranks} ranks; failed: too slow") for ranks in (2, 3)}
+    assert {(r.value, r.note) for r in failed} == said
 
 
 @pytest.mark.parametrize("asked", [1, 3])
@@ -244,15 +357,15 @@ def checked(monkeypatch, series, off, one=2e-3, causal=True, pass_="fwd+bwd"):
     return timing.attempt(bench._compare, series, causal, pass_)[1], set(split)
 
 
-def test_a_kind_of_call_is_checked_once_and_who_fails_anywhere_fails_everywhere(monkeypatch):
+def test_a_kind_of_call_is_checked_once_and_who_fails_anywhere_fails_everywhere(tmp_path):
     """Each rank has the others' failures, in their order; what did not pass is checked again."""
     compared, theirs = [], ["", ""]
 
     def all_gather_object(every, own):
-        every[:] = [own, *theirs]
+        every[:] = [own, *((failure, 0.1) for failure in theirs)]
 
     bench = object.__new__(ring_ranks._Bench)
-    bench.ranks, bench.passed = 3, set()
+    bench.ranks, bench.passed, bench.progress = 3, set(), tmp_path / "steps"
     bench.torch = SimpleNamespace(cuda=SimpleNamespace(empty_cache=lambda: None))
     bench.dist = SimpleNamespace(all_gather_object=all_gather_object)
     bench._compare = lambda *key: compared.append(key)
@@ -261,13 +374,14 @@ def test_a_kind_of_call_is_checked_once_and_who_fails_anywhere_fails_everywhere(
     one, other = ring_ranks.Task(KV, 64, True, "fwd", 2), ring_ranks.Task(Q, 64, True, "fwd", 2)
     assert bench.found(0, one) == bench.found(0, one) == Found(0, [64], 7, 5.0)
     theirs[1] = "failed: out of memory"
-    assert bench.found(1, other) == Found(1, [], failure="failed: out of memory")
+    assert bench.found(1, other) == Found(1, [], failure="failed: out of memory (rank 2)")
     theirs[1] = ""
     assert bench.found(1, other).samples == [64]
     assert compared == [(KV, True, "fwd"), (Q, True, "fwd")]
     bench._compare = lambda *key: 1 / 0
     again = bench.found(2, ring_ranks.Task(Q, 64, False, "fwd", 2))
-    assert again.failure == "failed: ZeroDivisionError: division by zero"
+    assert again.failure == "failed: ZeroDivisionError: division by zero (rank 0)"
+    assert again.slow == "" and bench.progress.stat().st_size > 9
 
 
 @pytest.mark.parametrize("series", SERIES[1:])
@@ -334,7 +448,7 @@ def test_tables_have_a_line_for_each_call():
     assert by["K, V travel: sent, MB"] == str(round(4 * 16 * 2**14 * 128 / 1e6))
     (line,) = (x for x in lines if x[:3] == ["fwd", "no", "1M"])
     assert dict(zip(head, line, strict=True))["one GPU, ms"] == "-"
-    said = "We counted the sent bytes of 48 calls over several GPUs, and 48 of the 48 counts equal "
+    said = "We counted the sent bytes of 52 calls over several GPUs, and 52 of the 52 counts equal "
     assert f"{said}the number that a closed form predicts. " in ring.table(rows).caption
     modelled = [row for row in rows if row.machine == MODEL]
     assert ring.table(modelled) is None and ring.model_table(modelled) is None

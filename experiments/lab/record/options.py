@@ -23,6 +23,8 @@ QUICK, FILTERED = FIGURES / "quick", FIGURES / "filtered"
 
 # Fields of `Options` with which a user chooses a part of an experiment.
 CHOICES = ("seqlens", "head_dims", "causal", "tiles")
+# Options that not every experiment takes: these fields, and the time limit of a run.
+LIMITED = (*CHOICES, "seconds")
 
 T = TypeVar("T")
 
@@ -54,6 +56,9 @@ class Options:
     replace : bool, default False
         Whether to replace a recording even if it has numbers that this machine cannot measure.
         These numbers are then lost.
+    seconds : float, optional
+        Time limit of the run. With a limit, rows are added to the recording as they are measured,
+        and rows that are stored already are not measured again. None: there is no limit.
     """
 
     quick: bool = False
@@ -64,6 +69,7 @@ class Options:
     out: Path = FIGURES
     recount: bool = False
     replace: bool = False
+    seconds: float | None = None
 
     @property
     def complete(self) -> bool:
@@ -154,6 +160,11 @@ class Bench:
         Stored counts that are still valid. They are used instead of counting again.
     recorder : Recorder, optional
         Stores rows, and knows the items that an interrupted run has already measured.
+    stored : sequence of Row, default ()
+        Rows of this machine's recording that need not be measured again. Only a run with a time
+        limit has such rows.
+    over : callable
+        Returns whether the time limit of the run has passed.
     """
 
     machine: Any = None
@@ -162,6 +173,8 @@ class Bench:
     say: Callable[[str], None] = print
     kept: Sequence[Row] = ()
     recorder: Recorder | None = None
+    stored: Sequence[Row] = ()
+    over: Callable[[], bool] = lambda: False
 
     def track(self, items: Sequence[T], label: str) -> Iterator[T]:
         """Yield the items while showing progress.
@@ -198,13 +211,59 @@ class Bench:
         item
             Each item that is not finished.
         """
+        yield from self.unfinished(self.left(items, label), label)
+
+    def left(self, items: Sequence[T], label: str) -> list[tuple[str, T]]:
+        """Return the items that an interrupted run has not finished, as pairs (name, item).
+
+        An experiment calls `left` and `unfinished` instead of `each` if it must know all remaining
+        items before the loop.
+
+        Parameters
+        ----------
+        items : sequence
+            The items over which the experiment loops.
+        label : str
+            Text of the progress bar. When an interrupted run is resumed, the label identifies the
+            loop.
+
+        Returns
+        -------
+        list of (str, item)
+            The remaining items with their names. The names are empty without a recorder.
+        """
         if self.recorder is None:
-            yield from self.track(items, label)
-            return
+            return [("", item) for item in items]
         left = self.recorder.left(items, label)
         if len(left) < len(items):
             self.say(f"  {label}: {len(items) - len(left)} of {len(items)} are stored already")
-        yield from self.recorder.each(self.track(left, label))
+        return left
+
+    def unfinished(self, left: Sequence[tuple[str, T]], label: str) -> Iterator[T]:
+        """Yield the items of `left` while showing progress, until the time limit has passed.
+
+        The body of the loop must yield all rows of an item before it takes the next item.
+
+        Parameters
+        ----------
+        left : sequence of (str, item)
+            The result of `left`.
+        label : str
+            Text of the progress bar.
+
+        Yields
+        ------
+        item
+            Each item.
+        """
+        shown = self.track(left, label)
+        each = (item for _, item in shown) if self.recorder is None else self.recorder.each(shown)
+        for item in each:
+            yield item
+            if self.over():
+                # The recorder stores the rows of this item when the next item is taken.
+                next(each, None)
+                return
 
     def counted(
         self, work: Sequence[tuple[Any, ...]], label: str,

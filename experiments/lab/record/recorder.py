@@ -3,6 +3,8 @@
 The separate file is `<root>/partial/<experiment>.json`. It is written after each item of a loop
 over `options.Bench.each`. If the run is interrupted, the next run takes over these rows if it has
 the same commit, files and versions.
+
+A run with a time limit has no separate file. It adds its rows to the recording after each item.
 """
 
 import json
@@ -14,6 +16,7 @@ from typing import Any, TypeVar
 from . import ran
 from .store import (
     EMULATOR,
+    MODEL,
     Row,
     Store,
     dump,
@@ -75,19 +78,24 @@ class Recorder:
         are equal.
     made_with : callable, optional
         Takes a machine and returns digests of the code and kernels used so far.
+    adds : bool, default False
+        Whether rows are added to the recording after each item. A row then replaces only a stored
+        row with the same key and the same place.
     """
 
     def __init__(
         self, store: Store, experiment: str, provenance: Callable[[str], Mapping[str, Any]],
         of: Mapping[str, Any] | None = None,
         made_with: Callable[[str], ran.Ran] = lambda machine: {},
+        adds: bool = False,
     ) -> None:  # fmt: skip
-        self._made_with = made_with
+        self._made_with, self._adds = made_with, adds
         self.store, self.experiment, self._provenance = store, experiment, provenance
         self._of = json.loads(json.dumps({n: x for n, x in (of or {}).items() if n not in _OWN}))
         self._path = store.root / "partial" / f"{experiment}.json"
         with naming(self._path):
-            before = json.loads(self._path.read_text("utf-8")) if self._path.exists() else {}
+            found = self._path.exists() and not adds
+            before = json.loads(self._path.read_text("utf-8")) if found else {}
         before = before if before.get("of") == self._of else {}
         # _rows: all rows by machine, key and place. _whole: the rows of finished items, as
         # dictionaries. _at_work: the rows of the item that is being measured.
@@ -128,6 +136,9 @@ class Recorder:
 
     def keep(self) -> None:
         """Write the rows of the finished items, so that a later run can continue."""
+        if self._adds:
+            self.finish(complete=False)
+            return
         self._describe()
         found = {"of": self._of, "done": self._done, "runs": self._runs, "rows": self._whole}
         text = json.dumps(found, default=lambda number: number.item())
@@ -142,14 +153,17 @@ class Recorder:
         outcomes = {}
         for machine in self._runs:
             new = [row for row in self._rows.values() if row.machine == machine]
-            measured = set(map(setting, new))
             stored = self.store.read(self.experiment, machine)
-            kept = [] if complete else [row for row in stored if setting(row) not in measured]
+            replaces = _exactly if self._adds else setting
+            measured = set(map(replaces, new))
+            every = complete and not self._adds or machine == MODEL and self._adds
+            kept = [] if every else [row for row in stored if replaces(row) not in measured]
             changed = self._write(machine, stored, [*kept, *new])
             made = [run["ran"] for run in self._runs[machine].values() if run.get("ran")]
             outcomes[machine] = Outcome(len(new), sum(row.failed for row in new), changed, made)
-        with naming(self._path):
-            self._path.unlink(missing_ok=True)
+        if not self._adds:
+            with naming(self._path):
+                self._path.unlink(missing_ok=True)
         return outcomes
 
     def _write(self, machine: str, stored: Sequence[Row], rows: Sequence[Row]) -> bool:
@@ -189,3 +203,8 @@ class Recorder:
             row = replace(row, value=None, p20=None, p80=None, note=note)
         self._rows[row.machine, row.key, row.place] = row
         return row
+
+
+def _exactly(row: Row) -> tuple[Any, ...]:
+    """Return what identifies the quantity of a row, including the place in its note."""
+    return *row.key, row.place

@@ -24,7 +24,8 @@ class Experiment(Protocol):
         FIGURES              further figures: {name of the file: function of the rows, like `draw`}
         TABLES               further tables: {name: function of the rows, like `table`}
         NEEDS                ("GPU",) or ("GPU", "torch"): requirements for measuring
-        TAKES                options among `options.CHOICES` that it takes. Default: all but "tiles"
+        TAKES                options among `options.LIMITED` that it takes. Default: all but "tiles"
+                             and "seconds"
         PROTOCOL             a sentence on how it measures, stored with its rows
         sweep_of(row)        name of the sweep that a row belongs to, if the experiment has several
     """
@@ -169,6 +170,6 @@ def takes(experiment: Experiment) -> set[str]:
     Returns
     -------
     set of str
-        Some of the names in `options.CHOICES`.
+        Some of the names in `options.LIMITED`.
     """
     return set(getattr(experiment, "TAKES", set(CHOICES) - {"tiles"}))

@@ -103,6 +103,7 @@ class Runner:
                 lambda bench: module.measure(self.options, replace(bench, kept=counts or ())),
                 functools.partial(self._origin.for_machine, own=own),
                 self.options.complete,
+                self._current_rows(name) if self.options.seconds else (),
             )
             counted, complete = outcomes.get(EMULATOR), self.options.complete
             rows = self.store.read(name, EMULATOR)
@@ -123,6 +124,18 @@ class Runner:
             return False
         found = outdated.state(self.recording(name, self.machine), name, self.machine)
         return found.state == outdated.CURRENT
+
+    def _current_rows(self, name: str) -> list[Row]:
+        """Return this GPU's stored rows which the present code and kernels have measured."""
+        if self.machine is None:
+            return []
+        rows, runs = self.store.recorded(name, self.machine)
+        current = {
+            run.get("id", "")
+            for run in runs
+            if ran.changed(run.get("ran"), name, self.machine) == []
+        }
+        return [row for row in rows if row.run in current]
 
     def _lacking(self, module: Experiment) -> str:
         """Return the requirement of an experiment that this machine lacks; empty if none."""
@@ -160,13 +173,17 @@ class Runner:
 
     def _record(
         self, name: str, measure: Callable[[Bench], Iterable[Row | Sequence[Row]]],
-        about: Callable[[str], dict[str, Any]], complete: bool,
+        about: Callable[[str], dict[str, Any]], complete: bool, stored: Sequence[Row] = (),
     ) -> dict[str, Outcome]:  # fmt: skip
         """Measure, store the rows as they are yielded, and put them into the recording at the end.
 
         If a run is interrupted, the next run with the same options continues where it stopped. If
         the run is not complete, the next run must also have the same command line.
+
+        A run with a time limit adds its rows to the recording after each item. It does not measure
+        the rows `stored` again.
         """
+        seconds = self.options.seconds
         of = about(self.machine or EMULATOR) | {"sources": kept.sources()}
         of |= {"command": ""} if complete else {}
         code = ran.code_of(name)
@@ -185,7 +202,7 @@ class Runner:
             def made_with(machine: str) -> ran.Ran:
                 return {} if machine == MODEL else {"experiment": code} | collected.of(machine)
 
-            recorder = Recorder(self.store, name, now, of, made_with)
+            recorder = Recorder(self.store, name, now, of, made_with, seconds is not None)
             try:
                 with Progress(console=self.console) as progress:
                     bench = Bench(
@@ -196,6 +213,8 @@ class Runner:
                         ),
                         say=progress.console.print,
                         recorder=recorder,
+                        stored=stored,
+                        over=lambda: seconds is not None and time.monotonic() - start > seconds,
                     )
                     for found in measure(bench):
                         recorder.add(*([found] if isinstance(found, Row) else found))
