@@ -176,10 +176,9 @@ def box_access(kind, rows, width, itemsize, address, block, writers, readers, at
     """Count the sectors of a box as one request, and record which thread block accesses the box.
 
     `kind` is LOAD, STORE or ATOMIC of checks.py. `rows` contains the first element of each row of
-    the box, and a row has `width` elements.
-    `address` is the number of bytes from the beginning of the allocation to the array's memory.
-    Return -1, or the first row with an element whose access conflicts with an access of another
-    thread block.
+    the box, and a row has `width` elements. `address` is the number of bytes from the beginning of
+    the allocation to the array's memory. Return -1, or the first row with an element whose access
+    conflicts with an access of another thread block.
     """
     stats[0] += 1
     ended = -1

@@ -332,9 +332,9 @@ class SharedArray(Unconverted):
         """Return positions `e`, the element of the buffer from which they count, and the length.
 
         Each lane accesses `n` elements from its position on. Usually the positions count from the
-        beginning of the array, and the length is the array's.
-        If the array begins at different elements in different thread blocks, the returned positions
-        count from the beginning of the buffer, and the length is the buffer's.
+        beginning of the array, and the length is the array's. If the array begins at different
+        elements in different thread blocks, the returned positions count from the beginning of the
+        buffer, and the length is the buffer's.
         """
         if self.first.__class__ is not np.ndarray:
             return e, self.first, self.length

@@ -490,9 +490,9 @@ def on_host(name: str, array: Any) -> np.ndarray:
 def added_mask(mask: Any) -> Any:
     """Return the float32 array that ``attn_mask`` adds to the scores, on the device of the mask.
 
-    A bool mask becomes 0 for True and -inf for False. Numbers of 16 bits are converted to float32.
-    Any other argument is returned unchanged. If it is not a float32 array, ``operand`` raises the
-    error later.
+    A bool mask becomes 0 for True and -inf for False. Numbers of float16 and bfloat16 are converted
+    to float32. Any other argument is returned unchanged. If it is not a float32 array, ``operand``
+    raises the error later.
     """
     if _of_library("torch", "Tensor", mask):
         torch = sys.modules["torch"]

@@ -433,7 +433,7 @@ def blocks_of(
 def distinct_heads(
     problem: Problem, blocks: np.ndarray | None
 ) -> Iterator[tuple[int, np.ndarray | None, int]]:
-    """Yield the kinds of heads of a problem, which differ in their lengths or in their block mask.
+    """Yield the heads of a problem in groups with equal lengths and equal block mask.
 
     Parameters
     ----------
@@ -445,11 +445,11 @@ def distinct_heads(
     Yields
     ------
     entry : int
-        A batch entry with heads of this kind.
+        A batch entry with heads of the group.
     mask : ndarray of bool or None
-        The block mask of these heads.
+        The block mask of the heads.
     count : int
-        Number of query heads of this kind, over all batch entries.
+        Number of query heads in the group.
     """
     if blocks is None:
         for entry, count in entries(problem):

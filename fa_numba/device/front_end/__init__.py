@@ -17,8 +17,8 @@ The modules of this package contain the replacements:
     lowering     LLVM IR of statements; numba-cuda only
     replacing    replaces functions for the duration of a context
 
-The table ``REPLACED`` of a module names functions of Numba. For each of them it names a function of
-the module, which takes Numba's function as its argument and returns the replacement.
+The table ``REPLACED`` of a module names functions of Numba. For each of them it contains a function
+that takes Numba's function as its argument and returns the replacement.
 
 Python's garbage collector is off while a kernel is compiled, because nearly all objects live until
 the end.
