@@ -144,9 +144,9 @@ class SharedHazard(EmulatorError):
 
 
 class GlobalHazard(EmulatorError):
-    """A race in global memory without atomic operations.
+    """A race in global memory.
 
-    There are three cases:
+    Two atomic operations do not race with each other. There are three cases:
 
     - two thread blocks access an element, and one of them writes;
     - two threads of a thread block access an element with no barrier between, and one of them
