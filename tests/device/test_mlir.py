@@ -6,6 +6,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from llvmlite import ir
 from numba import types
 from offline import CAPABILITY, from_source
 from test_compile import plan_of, registers, spills_of
@@ -165,3 +166,22 @@ def test_what_it_is_not_given_is_refused(by_mlir):
     (kernel, *_) = fa_numba.plan(shape, shape, **how).launched
     with pytest.raises(NotImplementedError, match="cannot compile kernels with Tiled.* unit='mma'"):
         from_source(kernel, "sm_90a")
+
+
+def test_loads_and_stores_have_the_alignment_that_is_given():
+    """Also where numba-cuda-mlir is not installed."""
+    made = []
+    builder = object.__new__(mlir._Builder)
+    builder.mlir = SimpleNamespace(F32Type=SimpleNamespace(get=lambda: "float"))
+    builder.llvm = SimpleNamespace(
+        load=lambda ty, at, alignment: made.append(("load", ty, at, alignment)) or "value",
+        store=lambda value, at, alignment: made.append(("store", value, at, alignment)),
+    )
+    pointer = mlir._Value("pointer", ir.FloatType().as_pointer())
+    for align in (16, None):
+        builder.store(builder.load(pointer, align=align), pointer, align=align)
+    assert made == [
+        (*what, "pointer", align)
+        for align in (16, None)
+        for what in (("load", "float"), ("store", "value"))
+    ]
