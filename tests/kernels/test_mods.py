@@ -484,6 +484,11 @@ doubles, text = table.astype(np.float64), "slope"
 LINE = loop.__code__.co_firstlineno
 REFUSED = {
     "an attribute of a call": (lambda s, b, h, i, j: abs(s).real, r"abs\(s\)\.real, .* in a lam"),
+    "an attribute that is no shape": (
+        lambda s, b, h, i, j: s * table.strides[0],
+        r"an index of table\.strides, ",
+    ),
+    "an attribute of an array": (lambda s, b, h, i, j: s * table.T[0], r"an index of table\.T, "),
     "an attribute of an attribute": (lambda s, b, h, i, j: s * math.pi.real, r"math\.pi\.real, "),
     "a loop": (loop, f"a loop in line {LINE + 1}, which .* in loop .*line {LINE}.*A kernel supp"),
     "an if statement": (branches, "an if statement.* in branches"),
