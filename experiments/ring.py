@@ -17,9 +17,9 @@ from typing import Any
 
 from fa_numba import io_model
 
-from .beside import ring_ranks, ring_rows, ring_tasks
+from .beside import ring_fit, ring_ranks, ring_rows, ring_tasks
 from .beside.ring_ranks import HEAD_DIM, KV, OURS, SERIES, Q, Task
-from .beside.ring_tasks import FILLS, PASSES
+from .beside.ring_tasks import FILLS, GOAL, PASSES, SHORTEST
 from .lab.measure import peers, speeds
 from .lab.measure.series import columns
 from .lab.measure.timing import Timing, number
@@ -106,10 +106,10 @@ def _rows(task: Task, found: ring_ranks.Found, machine: str) -> Iterator[Row]:
     common = columns(NAME, task.series, problem, machine, pass_=task.pass_, note=note)
     if task.profiled:
         share = min(found.hidden, default=None)
-        yield Row(metric="hidden", unit="1", value=share, **common)
+        yield Row(metric="hidden_copies", unit="1", value=share, **common)
         for rank, milliseconds in enumerate(found.busy):
             own = common | {"note": f"{at}, rank {rank}"}
-            yield Row(metric="busy", unit="ms", value=milliseconds, **own)
+            yield Row(metric="computing", unit="ms", value=milliseconds, **own)
         return
     timing = Timing.of(found.samples) if found.samples else None
     yield Row(metric="time", unit="ms", **number(timing), **common)
@@ -135,8 +135,8 @@ def draw(rows: Sequence[Row]) -> Any:
     if not rows:
         return None
     figure, axes = style.new(2, 3, 7.4)
-    gained, machine = ring_rows.gains(rows), ring_rows.measured(rows)
-    ranks = _ranks(rows)
+    ranks, fit = _ranks(rows), ring_fit.fit(rows)
+    gained = ring_rows.gains(ring_rows.over(rows, ranks))
     panels = (("fwd", False), ("fwd", True), ("fwd+bwd", True))
     for ax, (pass_, causal) in zip(axes[0], panels, strict=True):
         ax.set_title(f"{speeds.PASSES[pass_]}, {'causal' if causal else 'not causal'}")
@@ -153,16 +153,16 @@ def draw(rows: Sequence[Row]) -> Any:
         ax.set_ylim(0, 1.15 * ranks)
     axes[0][0].set_ylabel(f"speed on {ranks} GPUs / on one GPU")
     _draw_bytes(axes[1][0], rows)
-    for ax, pass_ in zip(axes[1][1:], PASSES, strict=True):
-        _draw_model(ax, machine, pass_)
+    _draw_scaling(axes[1][1], rows, fit)
+    _draw_model(axes[1][2], fit, "fwd+bwd")
     handles = list(style.handles(axes[0]).values())
     style.legend(figure, handles, _message(gained, ranks), about=ABOUT)
     return figure
 
 
 def _ranks(rows: Sequence[Row]) -> int:
-    ours = select(rows, source="measured", series=OURS)
-    return max(map(ring_rows.ranks_of, ours), default=0)
+    """Return the largest number of GPUs with measured times; 0 without such times."""
+    return max(ring_fit.sizes(rows), default=0)
 
 
 def _look(series: str) -> dict[str, Any]:
@@ -172,8 +172,8 @@ def _look(series: str) -> dict[str, Any]:
 
 ABOUT = (
     "Each GPU holds a part of the sequence. Q outer: K and V travel. K/V outer: Q, "
-    "O and L travel.\nBottom row: models, of the bytes and of the share of the time that "
-    "is spent on computing."
+    "O and L travel.\nBottom row: bytes by a closed form; measured marks and the model's lines; "
+    "the model's share of the time that is spent on computing."
 )
 
 
@@ -203,11 +203,38 @@ def _draw_bytes(ax: Any, rows: Sequence[Row]) -> None:
     style.byte_axis(ax.yaxis)
 
 
-def _draw_model(ax: Any, machine: ring_rows.Measured | None, pass_: str) -> None:
-    ax.set_title(f"{pass_}, causal, N={SHORTER >> 20}M")
-    if machine is None:
-        style.empty(ax, "no link measured")
+def _draw_scaling(ax: Any, rows: Sequence[Row], fit: ring_fit.Fit | None) -> None:
+    """Draw gain / number of GPUs at one length: marks for measured calls, lines for the model."""
+    ax.set_title(f"fwd, not causal, N={style.short(GOAL)}")
+    at = "fwd", False, GOAL
+    if fit is None or at not in fit.machine.times:
+        style.empty(ax, "not measured")
         return
+    alone = fit.machine.times[at]
+    problem = ring_rows.whole(GOAL, causal=False)
+    for series in OURS:
+        times = [
+            (P, ring_rows.milliseconds(fit.machine, problem, P, series, "fwd")) for P in MODEL_RANKS
+        ]
+        points = [(1, 1.0), *((P, alone / time / P) for P, time in times if time is not None)]
+        style.line(ax, points, **_look(series) | {"marker": ""})
+    for series in SERIES[1:]:
+        gained = {P: ring_rows.gains(ring_rows.over(rows, P)) for P in ring_fit.sizes(rows)}
+        points = [(P, x[series, *at] / P) for P, x in gained.items() if (series, *at) in x]
+        style.line(ax, points, ls="", **_look(series))
+    ax.legend(
+        handles=[style.key("measured", ls="", marker="o"), style.key("model")], loc="lower left"
+    )
+    style.sizes(ax, (1, *(P for P in MODEL_RANKS if GOAL // P >= SHORTEST)), "GPUs")
+    ax.set(ylim=(0, 1.3), ylabel="gain / number of GPUs")
+
+
+def _draw_model(ax: Any, fit: ring_fit.Fit | None, pass_: str) -> None:
+    ax.set_title(f"{pass_}, causal, N={SHORTER >> 20}M")
+    if fit is None:
+        style.empty(ax, "not measured")
+        return
+    machine = fit.machine
     links = {"measured link": (machine, "-"), "InfiniBand": (_infiniband(machine), "--")}
     # Only the shorter length is drawn: at the longer length all shares are nearly 1.
     for series, (at, ls) in itertools.product(reversed(OURS), links.values()):
@@ -219,7 +246,7 @@ def _draw_model(ax: Any, machine: ring_rows.Measured | None, pass_: str) -> None
     keys = [style.key(label, ls=ls) for label, (_, ls) in links.items()]
     ax.legend(handles=keys, loc="lower left")
     style.sizes(ax, MODEL_RANKS, "GPUs")
-    ax.set(ylim=(0, 1.05), ylabel="computing time / all time" if pass_ == "fwd" else "")
+    ax.set(ylim=(0, 1.05), ylabel="computing time / all time")
 
 
 def _infiniband(machine: ring_rows.Measured) -> ring_rows.Measured:
@@ -232,26 +259,12 @@ SHOWN = (2**13, 2**15, 2**17, 2**20)
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
     """Return the table of times, gains and sent bytes, or None without measured calls."""
-    times, gained = ring_rows.by_key(rows, "time"), ring_rows.gains(rows)
-    right = {key: time / times[key] for key, time in ring_rows.predicted(rows).items()}
-    sent = {key: moved / 1e6 for key, moved in ring_rows.by_key(rows, "sent").items()}
-    memory = ring_rows.by_key(rows, "memory")
-    series = [s for s in SERIES if any(k[0] == s for k in times)]
-    places = sorted({k[1:] for k in times if k[0] in OURS and k[3] in SHOWN})
-    if not places:
+    ranks = ring_fit.sizes(rows)
+    if not ranks:
         return None
-    lines = []
-    for at in places:
-        pass_, causal, N = at
-        cells = [tables.number(times, (s, *at), ".4g") for s in series]
-        for values, form in ((gained, ".2f"), (right, ".3f"), (sent, ".0f")):
-            cells += [tables.number(values, (s, *at), form) for s in OURS]
-        name = f"{N >> 20}M" if N >= 2**20 else f"{N >> 10}k"
-        peak = tables.number(memory, (KV, *at), ".0f")
-        lines.append([pass_, tables.yes_no(causal), name, *cells, peak])
-    machine = ring_rows.measured(rows)
-    ranks = _ranks(rows)
-    header = ["pass", "causal", "N", *(f"{LOOKS[s][0]}, ms" for s in series)]
+    lines = [line for P in ranks for line in _lines(ring_rows.over(rows, P), P)]
+    machine = ring_rows.measured(ring_rows.over(rows, ranks[-1]))
+    header = ["GPUs", "pass", "causal", "N", *(f"{LOOKS[s][0]}, ms" for s in SERIES)]
     header += ["K, V travel: gain", "Q travels: gain"]
     header += ["K, V travel: model / time", "Q travels: model / time"]
     header += ["K, V travel: sent, MB", "Q travels: sent, MB", "K, V travel: memory per GPU, MiB"]
@@ -264,14 +277,78 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
     equal, number = _equal_bytes(rows)
     caption = (
         "The table of calls over several GPUs shows calls with one sequence of N rows over "
-        f"{ranks} GPUs, in fp16 with {ring_ranks.HEADS} heads and d={HEAD_DIM}.{link} The time of "
-        "a call over several GPUs is the time of the slowest GPU. A *gain* from several GPUs is "
-        f"the ratio *measured time on one GPU / measured time on {ranks} GPUs*. A column *model / "
+        f"{tables.listed([*map(str, ranks)])} GPUs, in fp16 with {ring_ranks.HEADS} heads and "
+        f"d={HEAD_DIM}.{link} The time of a call over several GPUs is the time of the slowest GPU. "
+        "A *gain* from several GPUs is the ratio *measured time on one GPU / measured time on the "
+        "GPUs of the first column*. A column *model / "
         "time* contains the ratio *time that a model predicts / measured time*. A column *sent* "
         "contains the number of bytes that the GPU with the most traffic sends. We counted the "
         f"sent bytes of {number} calls over several GPUs, and {equal} of the {number} counts "
         "equal the number that a closed form predicts. In a call over several GPUs, *memory per "
         "GPU* is the measured peak memory of one GPU, including the inputs."
+    )
+    return tables.of(caption, header, lines)
+
+
+def _lines(rows: Sequence[Row], ranks: int) -> Iterator[list[str]]:
+    """Yield the lines of the table for the calls over a number of GPUs."""
+    times, gained = ring_rows.by_key(rows, "time"), ring_rows.gains(rows)
+    right = {key: time / times[key] for key, time in ring_rows.predicted(rows).items()}
+    sent = {key: moved / 1e6 for key, moved in ring_rows.by_key(rows, "sent").items()}
+    memory = ring_rows.by_key(rows, "memory")
+    for at in sorted({k[1:] for k in times if k[0] in OURS and k[3] in SHOWN}):
+        pass_, causal, N = at
+        cells = [tables.number(times, (s, *at), ".4g") for s in SERIES]
+        for values, form in ((gained, ".2f"), (right, ".3f"), (sent, ".0f")):
+            cells += [tables.number(values, (s, *at), form) for s in OURS]
+        peak = tables.number(memory, (KV, *at), ".0f")
+        yield [str(ranks), pass_, tables.yes_no(causal), _length(N), *cells, peak]
+
+
+def _length(N: int) -> str:
+    return f"{N >> 20}M" if N >= 2**20 else f"{N >> 10}k"
+
+
+def check_table(rows: Sequence[Row]) -> tables.Table | None:
+    """Return the table that compares the model with measured calls; None without measured calls.
+
+    The table also shows how evenly the GPUs are busy, and how much of the copying is hidden.
+    """
+    fit = ring_fit.fit(rows)
+    if fit is None:
+        return None
+    lines = []
+    for ranks, pass_, causal in itertools.product(ring_fit.sizes(rows), PASSES, (False, True)):
+        plain = ring_rows.measured(ring_rows.over(rows, ranks))
+        if plain is None:
+            continue
+        off, refitted = (
+            [x for key, x in ring_fit.errors(rows, machine, ranks).items()
+             if key[1:3] == (pass_, causal)]
+            for machine in (plain, fit.machine)
+        )  # fmt: skip
+        close = sum(abs(x) <= ring_fit.CLOSE for x in off)
+        cells = [f"{close} of {len(off)}", f"{100 * ring_fit.worst(off):.1f}"]
+        cells.append(tables.MISSING if fit.held else f"{100 * ring_fit.worst(refitted):.1f}")
+        balances = ring_fit.balances(rows, ranks)
+        for name, form in (("busiest", ".3f"), ("hidden", ".2f")):
+            values = {key: getattr(each, name) for key, each in balances.items()}
+            cells += [tables.number(values, (s, pass_, causal, GOAL), form) for s in OURS]
+        lines.append([str(ranks), pass_, tables.yes_no(causal), *cells])
+    header = ["GPUs", "pass", "causal", f"within {ring_fit.CLOSE:.0%}".replace("%", " %")]
+    header += ["largest error, %", "after the fit, %"]
+    header += ["K, V travel: busiest / least busy GPU", "Q travels: busiest / least busy GPU"]
+    header += ["K, V travel: hidden copies", "Q travels: hidden copies"]
+    equal, number = _equal_bytes(rows)
+    caption = (
+        "The table of the model's errors compares the modelled with the measured times of calls "
+        f"over several GPUs from N={style.short(FILLS)} on, if the length of one GPU's part was "
+        f"measured on one GPU. {fit} Of {number} counts of sent "
+        f"bytes, {equal} equal the closed form. The last four columns are for N="
+        f"{style.short(GOAL)}, from a profiler. A column *busiest / least busy GPU* contains the "
+        "ratio of the times in which the two GPUs compute. A column *hidden copies* contains the "
+        "share of the copying time in which the GPU computes too, for the GPU with the smallest "
+        "share. A copy also includes the time in which a GPU waits for the other GPU."
     )
     return tables.of(caption, header, lines)
 
@@ -321,9 +398,10 @@ def model_table(rows: Sequence[Row]) -> tables.Table | None:
 
     Return None if the link between the GPUs was not measured.
     """
-    machine = ring_rows.measured(rows)
-    if machine is None:
+    fit = ring_fit.fit(rows)
+    if fit is None:
         return None
+    machine = fit.machine
     lines = []
     for N, ranks in itertools.product((SHORTER, MODEL_SEQLEN), SHOWN_RANKS):
         cells = []
@@ -342,13 +420,14 @@ def model_table(rows: Sequence[Row]) -> tables.Table | None:
         "measured duration of attention calls on one GPU. For sequences longer than the longest "
         "measured sequence, the model of the computing shares extrapolates the measured duration "
         "in proportion to the work. The columns *measured link* use the measured bandwidth of the "
-        "link between the GPUs. The columns *InfiniBand* assume that the link between the GPUs "
-        f"has a bandwidth of {INFINIBAND / 1e9:.0f} GB/s."
+        f"link between the GPUs. {fit} The columns *InfiniBand* assume that the link between the "
+        f"GPUs has a bandwidth of {INFINIBAND / 1e9:.0f} GB/s."
     )
     return tables.of(caption, ["N", "GPUs", *names], lines)
 
 
 TABLES = {
     "ring_bytes": tables.Across(break_even_table, (NAME,), cites=False),
+    "ring_check": check_table,
     "ring_model": model_table,
 }

@@ -10,7 +10,8 @@ results travel, half of the first step's heads are computed at the end, while th
 travel home. With a causal mask, the first step is causal, and the other steps have half of the
 pairs of rows and columns. The time of a call is the measured time of one GPU at the rank's length.
 A rank sends and receives at the same time. The model ignores latency, other traffic, and waiting
-for slower ranks.
+for slower ranks. `ring_fit` compares the model with measured calls. If the model does not hold,
+`ring_fit` fits two further parameters: a factor on the time of the calls, and a time for each step.
 """
 
 import math
@@ -37,11 +38,17 @@ class Measured:
         Bytes per millisecond of the link, in one direction.
     merging : float
         Bytes per millisecond that the merging kernel loads and stores.
+    slower : float, default 1.0
+        Time of an attention call in a ring / its time on one GPU alone.
+    step : float, default 0.0
+        Further milliseconds of each step.
     """
 
     times: Mapping[tuple[str, bool, int], float]
     link: float
     merging: float
+    slower: float = 1.0
+    step: float = 0.0
 
     def call(self, passes: str, causal: bool, N: int) -> float | None:
         """Return the milliseconds of a pass with N rows on one GPU; None if unknown.
@@ -99,11 +106,12 @@ def _pass(measured: Measured, part: Problem, ranks: int, travels: str, passes: s
     whole = measured.call(passes, False, part.seqlen_q)
     if first is None or whole is None:
         return None
-    others = whole / 2 if part.causal else whole
     operands, one, more = io_model.ring_messages(part, travels=travels, passes=passes)
     merge = _merge_bytes(part, ranks, passes) / measured.merging
     if ranks == 1:
         return first
+    first, whole = first * measured.slower, whole * measured.slower
+    others = whole / 2 if part.causal else whole
     # If results travel, half of the first step's call is computed at the end.
     last = first / 2 if one else 0.0
     total = max(first - last, operands / measured.link)
@@ -112,7 +120,7 @@ def _pass(measured: Measured, part: Problem, ranks: int, travels: str, passes: s
         on_link += (one if step == 2 else more) if step >= 2 else 0
         total += max(others + merge, on_link / measured.link)
     left = one if ranks == 2 else more
-    return total + max(last, left / measured.link)
+    return total + max(last, left / measured.link) + ranks * measured.step
 
 
 def _merge_bytes(part: Problem, ranks: int, passes: str) -> int:
@@ -149,6 +157,17 @@ def sent_bytes(problem: Problem, ranks: int, series: str, pass_: str) -> int:
         sum(io_model.ring(part, ranks, r, travels=travels, passes=p).sent for p in _passes(pass_))
         for r in (0, ranks - 1)
     )
+
+
+def over(rows: Sequence[Row], ranks: int) -> list[Row]:
+    """Return the measured rows of calls over a number of GPUs, and the rows of one GPU alone.
+
+    One GPU alone may have been measured together with several numbers of GPUs. The rows of the
+    largest number come last.
+    """
+    mine = [row for row in rows if row.source == "measured"]
+    alone = sorted((row for row in mine if row.series == ONE), key=ranks_of)
+    return [*alone, *(row for row in mine if row.series != ONE and ranks_of(row) == ranks)]
 
 
 Key = tuple[str, str, bool, int]  # series, pass, causal, length
@@ -190,13 +209,13 @@ def measured(rows: Sequence[Row]) -> Measured | None:
     return Measured(own, LINK_BYTES / link[0], moved / time)
 
 
-def predicted(rows: Sequence[Row]) -> dict[Key, float]:
+def predicted(rows: Sequence[Row], machine: Measured | None = None) -> dict[Key, float]:
     """Return the model's milliseconds for each measured call of our series.
 
     The key is (series, pass, causal, length). Calls whose time the model does not know are left
-    out.
+    out. `machine` contains the speeds; by default, the speeds that the rows contain.
     """
-    machine, found = measured(rows), {}
+    machine, found = machine or measured(rows), {}
     for row in rows:
         if machine is None or row.metric != "time" or row.series not in OURS or row.failed:
             continue
@@ -212,10 +231,11 @@ def efficiency(
 ) -> float | None:
     """Return the share of a call's time in which GPUs compute attention, by the model.
 
-    The share is the time with an infinitely fast link and merging / the time with the given speeds.
+    The share is the time with an infinitely fast link and merging, and without fitted parameters /
+    the time with the given speeds.
     Return None if a time is unknown.
     """
-    free = replace(machine, link=float("inf"), merging=float("inf"))
+    free = replace(machine, link=float("inf"), merging=float("inf"), slower=1.0, step=0.0)
     time, alone = (
         milliseconds(at, whole(N, causal), ranks, series, pass_) for at in (machine, free)
     )

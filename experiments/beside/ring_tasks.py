@@ -111,7 +111,7 @@ def importance(task: Task, gpus: int) -> tuple[int, ...]:
 
 def missing(tasks: Iterable[Task], stored: Collection[Row]) -> list[Task]:
     """Return the tasks without a stored number. Tasks whose measurement failed come last."""
-    wanted = [row for row in stored if row.metric in ("time", "hidden")]
+    wanted = [row for row in stored if row.metric in ("time", "hidden_copies")]
     known = {_named(row) for row in wanted if not row.failed}
     failed = {_named(row) for row in wanted if row.failed}
     found = [(task, _names(task)) for task in tasks]
@@ -128,7 +128,7 @@ def _names(task: Task) -> set[tuple[object, ...]]:
 
     The time of one GPU does not depend on the number of other GPUs.
     """
-    metric = "hidden" if task.profiled else "time"
+    metric = "hidden_copies" if task.profiled else "time"
     ranks = {*SIZES, task.ranks} if task.series == ONE else {task.ranks}
     problem = task.series, max(1, task.seqlen), task.causal, task.pass_
     return {(metric, *problem, place(n)) for n in ranks}

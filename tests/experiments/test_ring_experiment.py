@@ -1,5 +1,6 @@
 """The experiment on rings: what is timed, the model, rows, figure and tables."""
 
+import contextlib
 import gc
 import itertools
 import json
@@ -14,7 +15,7 @@ import pytest
 from experiment_helpers import cells
 
 from experiments import ring
-from experiments.beside import ring_ranks, ring_rows, ring_tasks
+from experiments.beside import ring_fit, ring_ranks, ring_rows, ring_spans, ring_tasks
 from experiments.beside.ring_ranks import KV, LINK, MERGE, ONE, OURS, SERIES, Found, Q
 from experiments.lab.measure import peers, timing
 from experiments.lab.record.options import Bench, Options
@@ -184,6 +185,33 @@ def test_a_run_ends_when_its_time_is_over(monkeypatch):
     bench.stored, bench.over = [row for rows in found for row in rows], lambda: True
     assert len(list(ring.measure(Options(), bench))) == 1 and ended == [4]
     assert f"{len(ring_tasks.tasks(Options(), 4)) - 2} of" in said[-2]
+
+
+class Event:
+    def __init__(self, name, begin, end, device="gpu"):
+        self.name, self.device_type = name, device
+        self.time_range = SimpleNamespace(start=begin, end=end)
+
+
+def test_a_profile_says_when_a_gpu_computes_and_copies():
+    events = [Event("aten::zero_", 0, 9000, "cpu"), Event("Memset (Device)", 0, 50)]
+    events += [Event("fa2_forward", 1000, 3000), Event("ncclDevKernel_SendRecv", 2000, 4000)]
+    profile = SimpleNamespace(events=lambda: events)
+    profiler = SimpleNamespace(
+        profile=lambda activities: contextlib.nullcontext(profile),
+        ProfilerActivity=SimpleNamespace(CUDA="gpu"),
+    )
+    torch = SimpleNamespace(
+        profiler=profiler, cuda=SimpleNamespace(synchronize=lambda: None),
+        autograd=SimpleNamespace(DeviceType=SimpleNamespace(CUDA="gpu")),
+    )  # fmt: skip
+    spans = ring_spans.recorded(torch, lambda: None)
+    assert spans == [(1.0, 3.0, False), (2.0, 4.0, True)]
+    assert ring_spans.busy(spans) == 2.0 and ring_spans.hidden(spans) == 0.5
+    assert ring_spans.hidden(spans[:1]) == 1.0
+    del events[2:]
+    with pytest.raises(RuntimeError, match="profiler must record kernels, got none"):
+        ring_spans.recorded(torch, lambda: None)
 
 
 def test_who_is_slow_or_late_is_named(tmp_path, monkeypatch):
@@ -417,15 +445,81 @@ def test_the_model_gives_back_what_it_was_measured_with():
     assert ring_rows.measured([row for row in rows if row.series != LINK]) is None
 
 
+def slowed(rows, factor, step):
+    """The rows with times of ours as a model with these parameters has them."""
+    found = []
+    for row in rows:
+        if row.metric == "time" and row.series in OURS:
+            problem, ranks = ring_rows.whole(row.seqlen_q, row.causal), ring_rows.ranks_of(row)
+            at = replace(machine(), slower=factor, step=step)
+            time = ring_rows.milliseconds(at, problem, ranks, row.series, row.pass_)
+            row = row if time is None else replace(row, value=time)
+        found.append(row)
+    return found
+
+
+def test_a_model_that_holds_is_not_refitted():
+    rows = slowed(synthetic(4), 1.05, 0.0)
+    fit = ring_fit.fit(rows)
+    assert fit.held and fit.ranks == 4 and ring_fit.sizes(rows) == [2, 4]
+    assert fit.machine.slower == 1.0 and fit.before == fit.error < 0.1
+    assert str(fit).startswith("The model held: on calls over 4 GPUs from N=32k on, its largest er")
+    assert str(fit).endswith(f" On fewer GPUs, the largest error is {100 * fit.elsewhere:.1f} %.")
+    assert ring_fit.fit([row for row in rows if row.series != LINK]) is None
+    assert ring_fit.fit([row for row in rows if row.series not in OURS]) is None
+
+
+def test_a_model_that_does_not_hold_is_refitted_on_most_gpus():
+    """It finds what slowed the calls, and predictions for more GPUs follow."""
+    rows = slowed(synthetic(4), 1.2, 0.25)
+    rows = [row for row in rows if row.seqlen_q <= 2**17 and row.pass_ == "fwd"]
+    fit = ring_fit.fit(rows)
+    assert not fit.held and fit.before > 0.15 and fit.error < 0.02 and fit.elsewhere < 0.05
+    assert fit.machine.slower == pytest.approx(1.2, abs=0.02)
+    assert fit.machine.step == pytest.approx(0.25, abs=0.05)
+    assert "The model did not hold: on calls over 4 GPUs from N=32k on, its largest err" in str(fit)
+    plain = ring_rows.measured(ring_rows.over(rows, 4))
+    at = (2**22, 16, KV, True, "fwd")
+    assert ring_rows.efficiency(fit.machine, *at) < 0.9 < ring_rows.efficiency(plain, *at)
+
+
+def test_each_number_of_gpus_is_compared_with_one_gpu():
+    """A row of one GPU serves all; a call is of its own number of GPUs alone."""
+    rows = synthetic(4)
+    gains = {P: ring_rows.gains(ring_rows.over(rows, P)) for P in (2, 4)}
+    at = ring_ranks.ULYSSES, "fwd", False, 2**17
+    assert gains[2][at] == pytest.approx(1.0) and gains[4][at] == pytest.approx(2.0)
+    older = [replace(r, value=9.0, note="2 ranks") for r in rows if r.series == ONE]
+    assert ring_rows.gains(ring_rows.over([*rows, *older], 2)) == gains[2]
+    head, *lines = cells(ring.table(rows).body)
+    assert [line[0] for line in lines] == ["2"] * 14 + ["4"] * 14
+    head, *lines = cells(ring.check_table(rows).body)
+    by = [dict(zip(head, line, strict=True)) for line in lines]
+    assert [line["GPUs"] for line in by] == ["2"] * 4 + ["4"] * 4
+    assert by[4]["within 10 %"] == "10 of 10" and by[4]["after the fit, %"] == "-"
+    assert by[0]["Q travels: hidden copies"] == "-"
+    # Rank 3 of the synthetic rows is busy for 5 ms, rank 0 for 2 ms.
+    assert by[4]["Q travels: busiest / least busy GPU"] == "2.500"
+    assert by[4]["Q travels: hidden copies"] == "0.80"
+    assert "counts of sent bytes, 104 equal the closed form" in ring.check_table(rows).caption
+    wrong = [replace(r, value=r.value + 1) if r.metric == "sent" else r for r in rows]
+    assert "counts of sent bytes, 0 equal" in ring.check_table(wrong).caption
+
+
 def test_the_figure_takes_any_part_of_the_rows():
     whole = synthetic()
     modelled = [row for row in whole if row.machine == MODEL]
-    for rows, unmeasured in ((whole, 0), (modelled, 3), (synthetic(failing=SERIES), 3)):
+    for rows, unmeasured in ((whole, 0), (modelled, 5), (synthetic(failing=SERIES), 5)):
         figure = ring.draw(rows)
         texts = [text.get_text() for ax in figure.axes for text in ax.texts]
         assert texts.count("not measured") == unmeasured
-        assert texts.count("no link measured") == (2 if rows is modelled else 0)
-    (top, *_, below) = ring.draw(whole).axes
+    (top, *_, scaling, below) = ring.draw(whole).axes
+    # The model's lines of both orders, and a mark of each series at two GPUs.
+    lines = [line for line in scaling.lines if len(line.get_xdata()) > 1]
+    assert [list(line.get_xdata()) for line in lines] == [[1, 2, 4, 8, 16]] * 2
+    marks = [line for line in scaling.lines if list(line.get_xdata()) == [2]]
+    assert len(marks) == len(SERIES) - 1
+    assert marks[0].get_ydata()[0] == pytest.approx(lines[0].get_ydata()[1], rel=1e-3)
     assert [line.get_label() for line in top.lines][:-1] == [ring.LOOKS[s][0] for s in SERIES[1:]]
     # Both orders over either link, each line with its order's marks.
     marks = [line.get_marker() for line in below.lines]
@@ -440,18 +534,19 @@ def test_tables_have_a_line_for_each_call():
     rows = synthetic()
     head, *lines = cells(ring.table(rows).body)
     assert len(lines) == 2 * 4 + 2 * 3
-    (line,) = (x for x in lines if x[:3] == ["fwd", "no", "32k"])
+    (line,) = (x for x in lines if x[:4] == ["2", "fwd", "no", "32k"])
     by = dict(zip(head, line, strict=True))
     assert float(by["K, V travel: gain"]) > 1.9
     assert by["K, V travel: model / time"] == "1.000"
     assert by["K, V travel: memory per GPU, MiB"] == "100"
     assert by["K, V travel: sent, MB"] == str(round(4 * 16 * 2**14 * 128 / 1e6))
-    (line,) = (x for x in lines if x[:3] == ["fwd", "no", "1M"])
+    (line,) = (x for x in lines if x[:4] == ["2", "fwd", "no", "1M"])
     assert dict(zip(head, line, strict=True))["one GPU, ms"] == "-"
     said = "We counted the sent bytes of 52 calls over several GPUs, and 52 of the 52 counts equal "
     assert f"{said}the number that a closed form predicts. " in ring.table(rows).caption
     modelled = [row for row in rows if row.machine == MODEL]
     assert ring.table(modelled) is None and ring.model_table(modelled) is None
+    assert ring.check_table(modelled) is None
     assert "| 1024 | 1.507 | 0.836 |" in ring.break_even_table(modelled).body
     assert len(ring.model_table(rows).body.splitlines()) == 2 + 2 * len(ring.SHOWN_RANKS)
     assert ring.break_even_table([]) is None

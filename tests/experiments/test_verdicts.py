@@ -664,7 +664,7 @@ def test_what_the_page_says_of_training():
 
 def test_what_the_page_says_of_the_rings_model():
     """Near from N=32k to 512k; short calls wait for the host, and the longest is slower."""
-    rows = Store(FIGURES).read("ring", report.MACHINE)
+    rows = ring_rows.over(Store(FIGURES).read("ring", report.MACHINE), 2)
     times = ring_rows.by_key(rows, "time")
     near, short = [], []  # how far off
     for key, predicted in ring_rows.predicted(rows).items():
