@@ -556,6 +556,25 @@ def test_a_captured_divisor_whose_size_is_no_int32_is_refused(symbol):
     mods.captured("score_mod", lambda s, b, h, i, j: s + (i + least) / least)
 
 
+@pytest.mark.parametrize(
+    "form", ["i + j", "i - j", "-2 - i - j", "i * j", "i << 3", "(i + j) * i - j", "i ** 3"]
+)
+def test_integers_of_the_reference_wrap_as_a_kernels(form):
+    """Integers of Python have no limit. A kernel has 32 bits."""
+    text = (
+        f"def mod(score, b, h, i, j):\n    x = i\n    x += j\n    return score + ({form}) + 0 * x\n"
+    )
+    plain = random_functions.function_of(text, {})
+    function = mods.evaluated("score_mod", plain, {})
+    largest = 2**31 - 1
+    for i, j in ((5, 7), (largest, 2), (2**16 + 1, 2**16 + 3), (3, largest), (largest, largest)):
+        exact = eval(form, {"i": i, "j": j})
+        wanted = (exact + 2**31) % 2**32 - 2**31
+        for kind in (int, np.int32):
+            with np.errstate(over="ignore"):
+                assert function(0.0, 0, 0, kind(i), kind(j)) == wanted, (i, j)
+
+
 def test_a_function_without_a_source_is_refused():
     with pytest.raises(ValueError, match="must be a function whose source can be read"):
         mods.captured("mask_mod", eval("lambda b, h, i, j: i == j"))
