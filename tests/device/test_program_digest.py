@@ -5,6 +5,8 @@ import importlib.util
 import itertools
 import sys
 from collections import namedtuple
+from pathlib import Path
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import NamedTuple
 
 import numpy as np
@@ -223,6 +225,14 @@ def test_a_named_tuples_class_counts_by_its_fields_and_defaults(made):
         kernel.function.__globals__["uint32"] = value
         found.append(program_of(kernel).digest)
     assert len(set(found)) == 5
+
+
+def test_all_functions_classes_and_methods_have_a_qualified_name():
+    """`_named` may therefore leave any of these kinds out, which changes no digest."""
+    kinds = (int, types.int32, ast.walk, len, np.exp, [].append, str.upper, "".join, Path.cwd)
+    for value in (*kinds, Path().exists, OneField, lambda: 1):
+        named = isinstance(value, (type, FunctionType, BuiltinFunctionType, MethodType))
+        assert hasattr(value, "__qualname__") or not named
 
 
 def test_nodes_of_a_text_are_closed():

@@ -195,7 +195,8 @@ def test_the_block_size_that_nobody_chose():
 
 
 def test_block_sizes_that_are_refused():
-    for given in (0, 1025, 16.0, True, (16,), (16, 16, 16), "32", None, (16, "auto")):
+    refused = (0, 1025, 16.0, True, (16,), (16, 16, 16), "32", None, (16, "auto"))
+    for given in (*refused, np.array([16, 16]), np.array("auto")):
         with pytest.raises(
             ValueError, match="block_size must be 'auto', an integer from 1 to 1024, or two of them"
         ):
