@@ -69,10 +69,12 @@ def named(site):
 
 @functools.cache
 def listed():
-    """Return the faults that the file lists, by `named`."""
+    """Return the faults that the file lists, by `named`; `random_faults` draws some of them."""
     others = mutants.modules_of(*PACKAGES)
     found = [site for name in others for site in mutants.sites_of(name, tuple(OTHERS))]
-    return {named(site): site for site in (*found, *sites()) if named(site) in rows()}
+    rules = (*mutants.RULES, mutants.forget)
+    drawn = [site for name in {row[0] for row in rows()} for site in mutants.sites_of(name, rules)]
+    return {named(site): site for site in (*found, *drawn, *sites()) if named(site) in rows()}
 
 
 @functools.cache
