@@ -1,8 +1,7 @@
 """FlashAttention-1, backward: K/V outer, Q inner (arXiv 2205.14135, Algorithm 4), on tensor cores.
 
-One thread block computes one (batch entry, K/V head): both loops run inside it. Each pass computes
-D again, and moves dQ through global memory. dQ is in float32 (``A``) until the last pass of a row
-tile. Shared memory, accesses and query splits: at the end of this file.
+One thread block runs both loops of one (batch entry, K/V head). Each pass computes D again. dQ is
+in global memory, in float32 (``A``) until the last pass of a row tile. Details: at the end.
 """
 
 from functools import cache
