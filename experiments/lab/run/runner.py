@@ -13,9 +13,11 @@ from rich.progress import Progress
 
 from fa_numba import device
 from fa_numba.choices.units import NoUnit
+from fa_numba.commands.compile import compile_ahead
 from fa_numba.commands.ending import reason
+from fa_numba.device import kernel_cache
 
-from ..measure import clocks, counters, peers, tune, variants
+from ..measure import ahead, clocks, counters, peers, tune, variants
 from ..record import kept, outdated, provenance, ran, registry
 from ..record.options import FIGURES, Bench, Options, Refused
 from ..record.recorder import Outcome, Recorder
@@ -94,6 +96,8 @@ class Runner:
                         "these numbers"
                     )
             self.console.print(f"[bold]{name}[/]: {registry.words(module)[0]}")
+            if self.machine and self.options.complete:
+                self._compile_ahead(name)
             counts = None
             if self.options.complete and not self.options.recount:
                 counts = kept.stored(self.store, name)
@@ -110,6 +114,27 @@ class Runner:
             if complete and counted and counted.measured == len(rows) and not counted.failed:
                 made = ran.merged(counted.made)
                 kept.keep(self.store, name, self._origin.for_machine(EMULATOR), made)
+
+    def _compile_ahead(self, name: str) -> None:
+        """Compile the kernels of earlier recordings in parallel, so that measuring waits less.
+
+        The recordings are those of all GPUs. Kernels that were compiled before are not compiled
+        again. Nothing is compiled if compiled kernels are not stored.
+        """
+        if kernel_cache.directory() is None:
+            return
+        start = time.monotonic()
+        machines = (x for x in Store(FIGURES).machines(name) if x not in _NOT_GPUS)
+        rows = [row for machine in machines for row in Store(FIGURES).read(name, machine)]
+        try:
+            found = compile_ahead(ahead.plans(rows))
+        except Exception as error:  # the first calls then compile their kernels
+            self.console.print(f"  kernels were not compiled in parallel: {escape(repr(error))}")
+            return
+        if found.compiled:
+            seconds = time.monotonic() - start
+            text = f"compiled {found.compiled} kernels in parallel in {seconds:.0f} s"
+            self.console.print(f"  {text}")
 
     def recording(self, name: str, machine: str) -> Store:
         """Return the store with a machine's recording: --out if it is there, else `figures`."""
