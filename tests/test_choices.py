@@ -278,6 +278,15 @@ def test_tiles_are_halved_until_nothing_is_left():
     assert tiles.simt_tiles("fa2", "bwd", 100, 100, 256, 1024).value == Tiles(4, 8)
 
 
+@pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
+def test_only_the_forward_pass_of_fa1_has_the_papers_column_tiles(head_dim):
+    def found(algorithm, of):
+        return tiles.simt_tiles(algorithm, of, 4096, 4096, head_dim, 99 << 10)
+
+    assert found("fa1", "bwd") == found("fa2", "bwd") and "arXiv" not in found("fa1", "bwd").why
+    assert found("fa2", "fwd").why != found("fa1", "fwd").why and "arXiv" in found("fa1", "fwd").why
+
+
 # --- schedules --------------------------------------------------------------------------------
 
 

@@ -264,6 +264,19 @@ def test_types_of_a_named_tuples_members_count(made):
     assert len(set(found)) == 4
 
 
+def test_names_of_methods_and_attributes_of_a_class_count():
+    """Other code uses them, so that they are not numbered as local names are."""
+    bodies = (
+        "def one(self): return 1",
+        "def two(self): return 1",
+        "one = 1",
+        "two = 1",
+        "one: int = 1",
+    )
+    texts = [template(ast.parse(f"class A:\n    {body}").body[0]).text for body in bodies]
+    assert len(set(texts)) == 4 and texts[2] == texts[4]
+
+
 @pytest.mark.parametrize("arguments", ["x, y={}", "x, *, y={}"])
 def test_default_values_of_an_inner_function_count(arguments):
     outer = "def outer():\n    def inner({}):\n        return x + y\n    return inner"
