@@ -18,6 +18,7 @@ import fa_numba
 from fa_numba.device import EMULATED_SHARED_BYTES, array_type, kernel_cache, planning_for
 from fa_numba.device.front_end import REPLACED, without_repeats
 from fa_numba.device.front_end.lowering import values_where_assigned_once
+from fa_numba.device.front_end.passes import legalized_without_ends
 from fa_numba.device.front_end.variables import unread_left_out
 from fa_numba.device.kernel import built_together
 from fa_numba.device.linking import entry_of
@@ -176,6 +177,13 @@ def test_a_variable_is_a_value_if_its_one_assignment_comes_first():
     lower.blocks = dict(reversed(code.blocks.items()))
     values_where_assigned_once(None)(lower)
     assert not {"i", "k", "late", "n"} & lower._singly_assigned_vars
+
+
+@pytest.mark.parametrize("reason", ["nrt", "debuginfo", "is_generator"])
+def test_numbas_own_pass_runs_where_the_ends_of_variables_are_needed(reason):
+    facts = dict.fromkeys(("nrt", "debuginfo", "is_generator"), False) | {reason: True}
+    state = SimpleNamespace(flags=SimpleNamespace(**facts), func_ir=SimpleNamespace(**facts))
+    assert legalized_without_ends(lambda self, state: "Numba's")(None, state) == "Numba's"
 
 
 def test_an_error_names_the_pass_and_the_cause():
