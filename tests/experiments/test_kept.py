@@ -582,3 +582,15 @@ def test_each_of_these_counts(monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             list(module.measure(Options(quick=True), Bench(say=lambda text: None)))
     assert len(launched) == 4
+
+
+@pytest.mark.parametrize("turn", [1, -1])
+def test_what_is_kept_is_written_in_alphabetical_order(tmp_path, turn):
+    """Whatever the order of its facts."""
+    store, facts = Store(tmp_path), [("b", {"d": 1, "c": 2}), ("a", 3)][::turn]
+    path = store.path("standing_in", EMULATOR, ".json")
+    path.parent.mkdir(parents=True)
+    kept.keep(store, "standing_in", {"commit": "1"}, dict(facts))
+    text = path.read_text()
+    assert text == json.dumps(json.loads(text), indent=2, sort_keys=True) + "\n"
+    assert '"c": 2' in text
