@@ -235,6 +235,11 @@ def test_all_functions_classes_and_methods_have_a_qualified_name():
         assert hasattr(value, "__qualname__") or not named
 
 
+def test_an_annotation_without_a_value_is_written_as_nothing():
+    bare, none = (ast.parse(f"def f():\n    {x}return 1").body[0] for x in ("x: int; ", ""))
+    assert template(bare.body[0]).text == "" and template(bare) == template(none)
+
+
 def test_nodes_of_a_text_are_closed():
     """So that equal texts are of equal trees."""
     texts = (
