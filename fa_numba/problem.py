@@ -311,10 +311,14 @@ class Problem:
         own: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
         layout = checks.as_layout(own.get("layout"))
         if packed and layout != "bhnd":
-            turned = " and pass the pages as k.transpose(0, 2, 1, 3)" if block_table else ""
+            pages = (
+                ". The pages of k and v must have the axes (pages, heads, rows, head_dim): pass "
+                "k.transpose(0, 2, 1, 3)"
+            )
             raise ValueError(
                 "layout cannot be given with cu_seqlens_q or cu_seqlens_k, because packed arrays "
-                f"have the axes (seqlen, heads, head_dim), got {layout!r}; leave layout out{turned}"
+                f"have the axes (seqlen, heads, head_dim), got layout={layout!r}; leave layout out"
+                f"{pages if block_table is not None else ''}"
             )
         if packed and block_table is not None:
             if cu_seqlens_k is not None:

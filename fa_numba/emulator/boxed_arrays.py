@@ -100,12 +100,18 @@ class Boxed:
                 f"{array.itemsize} bytes for {array.dtype}, got {array.strides[-1]} bytes; pass a "
                 "contiguous copy"
             )
-        if address % CHUNK or any(s % CHUNK or s < 0 for s in array.strides[:-1]):
+        if address % CHUNK:
             raise ValueError(
-                "an array that is copied by TMA must have an address that is a multiple of "
-                f"{CHUNK} bytes. The strides of all axes except the last must be positive "
-                f"multiples of {CHUNK} bytes, got address {address:#x} and strides {array.strides}"
+                f"an array that is copied by TMA must begin at a multiple of {CHUNK} bytes, got "
+                f"address {address:#x}; pass an aligned copy"
             )
+        for axis, stride in enumerate(array.strides[:-1]):
+            if stride % CHUNK or stride < 0:
+                raise ValueError(
+                    f"an array that is copied by TMA must have strides of 0 or positive multiples "
+                    f"of {CHUNK} bytes on all axes except the last, got a stride of {stride} bytes "
+                    f"on axis {axis}; pass a copy with aligned rows"
+                )
         if not 1 <= rows <= MOST_ROWS:
             raise ValueError(
                 f"rows, the number of rows of a TMA box, must be from 1 to {MOST_ROWS}, got {rows}"

@@ -353,12 +353,12 @@ class Mbarriers(Knowledge):
             barrier.waiting.append(self.group)
             self._wait(AT_MBARRIER, self.site(), f"wait_mbarrier of {barrier.name}", barrier)
         if barrier.phase != meant + 1:
-            which = f"phase {meant}" if meant >= 0 else "the phase before the first"
+            which = f"the end of phase {meant}" if meant >= 0 else "the start of phase 0"
             text = (
-                f"this thread waits for the end of {which} of {barrier.name}, but {barrier.name} "
-                f"is already in phase {barrier.phase}. Either the parity is wrong, or other "
-                f"threads complete later phases too early: let them arrive only after this thread "
-                f"has waited for the end of {which}"
+                f"this thread waits for {which} of {barrier.name}, but {barrier.name} is already "
+                f"in phase {barrier.phase}. Either the parity of this wait is wrong, or other "
+                "threads complete later phases too early. Let the other threads arrive only after "
+                f"this thread has waited for {which}"
             )
             raise self.fault(BarrierMisuse, text)
         if barrier.arrived:

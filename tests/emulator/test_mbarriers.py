@@ -158,7 +158,7 @@ def test_a_ring_of_places(stages):
         (
             "parity",
             BarrierMisuse,
-            "waits for the end of the phase before the first of bars[0], but",
+            "waits for the start of phase 0 of bars[0], but",
         ),
         ("one forgets", Deadlock, "bars[2] is in phase 0, which still waits for 1 of 64 arrivals"),
         ("nobody empties", (SharedHazard, BarrierMisuse), ""),
@@ -878,8 +878,12 @@ def test_arrays_that_are_refused():
     for array, rows, message in (
         (x[0], 8, "must have 4 axes, got shape"),
         (x[..., ::2], 8, "must have a contiguous last axis, .* 2 bytes .*, got 4 bytes"),
-        (x[..., 1:], 8, "must have .* multiples of 16 bytes, got"),
-        (np.zeros((1, 1, 8, 20), np.uint16), 8, "must have .* multiples of 16 bytes, got"),
+        (x[..., 1:], 8, "must begin at a multiple of 16 bytes, got address"),
+        (
+            np.zeros((1, 1, 8, 20), np.uint16),
+            8,
+            "multiples of 16 .* got a stride of 40 bytes on axis 2",
+        ),
         (x, 0, "rows, the number of rows of a TMA box, must be from 1 to 256, got 0"),
         (x, 257, "rows, the number of rows of a TMA box, must be from 1 to 256, got 257"),
     ):

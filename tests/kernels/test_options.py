@@ -355,7 +355,7 @@ REFUSED_PACKED = [
      "q_lens cannot be given with cu_seqlens_q and cu_seqlens_k, which already say how"),
     ({"layout": "bnhd"}, ValueError,
      "layout cannot be given with cu_seqlens_q or cu_seqlens_k, because packed arrays have",
-     "got 'bnhd'; leave layout out"),
+     "got layout='bnhd'; leave layout out"),
     ({"kv_lens": [7, 0]}, ValueError,
      "kv_lens cannot be given with cu_seqlens_q and cu_seqlens_k, which already say how"),
     ({"cu_seqlens_q": [1, 2, 5]}, ValueError,

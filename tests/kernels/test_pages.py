@@ -224,7 +224,7 @@ BAD = {
     ),
     "packed with the other layout": (
         {"cu_seqlens_q": [0, 1, 2], "layout": "bnhd"},
-        "layout cannot be given with cu_seqlens_q .* packed arrays .*got 'bnhd'; leave .* pages as",
+        "layout cannot be given with cu_seqlens_q .*got layout='bnhd'; leave .* The pages of k",
     ),
     "packed with q_lens": (
         {"cu_seqlens_q": [0, 1, 2], "q_lens": [1, 1]},

@@ -32,7 +32,10 @@ def load(experiment: str, machine: str | None = None, *, frame: bool | None = No
         raise ValueError(unknown("recorded experiment", experiment, recorded))
     machines = store.machines(experiment)
     if machine is not None and machine not in machines:
-        raise ValueError(unknown(f"machine of {experiment}", machine, machines))
+        raise ValueError(
+            f"machine must have a recording of {experiment}: {' or '.join(machines)}, got "
+            f"{machine!r}"
+        )
     found = [
         row
         for each in ([machine] if machine is not None else machines)
