@@ -44,9 +44,9 @@ class Active(Flow):
         return np.flatnonzero(self.active())
 
     def whole_warps(self) -> bool:
-        """Return whether of each warp either all 32 lanes take part or none.
+        """Return whether all 32 lanes or no lanes of each warp take part.
 
-        The result is False if the group has only some lanes of a warp.
+        If the group contains only some lanes of a warp, the result is False.
         """
         group, mask = self.group, self.mask
         if mask is None or not group.whole:
@@ -96,11 +96,11 @@ class Active(Flow):
         return -1 if 0 <= index < extent else self.first_lane()
 
     def from_start(self, index: Any, extent: Any) -> Any:
-        """Return an index in which negative numbers are replaced: they count from the end.
+        """Replace the negative numbers in an index, which count from the end of the axis.
 
-        With ``wraparound=False``, only a literal negative index counts from the end, such as -1 in
-        ``x[-1]``. Other negative indices are returned unchanged. `extent` is the length of the
-        axis.
+        Return the index with numbers that count from the start. `extent` is the length of the axis.
+        With ``wraparound=False``, only literal negative numbers are replaced, such as -1 in
+        ``x[-1]``. Other negative numbers are returned unchanged.
         """
         if not self.wraparound and index.__class__ is not FromEnd:
             return index
@@ -109,9 +109,10 @@ class Active(Flow):
         return index + extent if index < 0 else index
 
     def of_lane(self, index: Any, lane: int, as_tuple: bool = False) -> Any:
-        """Return an index, or each index of a tuple, as it is for one lane.
+        """Return the value that an index has in one lane.
 
-        If `as_tuple`, the result is always a tuple.
+        If the index is a tuple, return a tuple with the value of each of its entries. If `as_tuple`
+        is set, return a tuple in every case.
         """
         axes = index if index.__class__ is tuple else (index,)
         found = tuple(i[lane].item() if i.__class__ is np.ndarray else i for i in axes)
@@ -120,8 +121,8 @@ class Active(Flow):
     def uniform(self, value: Any) -> Any:
         """Return the value that all lanes which take part share, as a number.
 
-        Raise Parting if the lanes have different values: lanes with another value then become
-        another group.
+        Raise Parting if the lanes have different values. Lanes with different values then run in
+        different groups.
         """
         if value.__class__ is not np.ndarray:
             return value
@@ -178,7 +179,7 @@ class Active(Flow):
         return known[2]
 
     def _know(self, one: Any, other: Any, fact: bool) -> tuple[Any, Any, bool]:
-        """Store a fact about two objects in the cache, and return the cache's entry."""
+        """Store a fact about the objects `one` and `other` in the cache; return the new entry."""
         if len(self._known) > MOST_KNOWN:
             self._known.clear()
         known = self._known[id(one), id(other)] = (one, other, fact)

@@ -1,19 +1,22 @@
 """Compiled loops for bulk copies and warpgroup products: they check, copy and mark elements.
 
 These functions are like those of checks.py, for operations that touch many elements of shared
-memory for one thread or for one warpgroup. Several arguments recur:
+memory for one thread or for one warpgroup. Stamps are explained in shared_memory.py. Several
+arguments recur:
 
-    known     what happened before the present of the caller: one stamp per thread, and accesses
-              of that thread below the stamp happened before. After the threads it contains a
-              stamp for each warp's parts of products, and for each mbarrier's copies.
-    fences    one stamp per thread: the copy engine and the tensor cores may read what the thread
-              wrote below the stamp
-    first, places    the touched elements: positions in a buffer, counted from element `first`
+    known     which accesses happened before the call, as the calling threads know. Element t is a
+              stamp: every access by thread t with a lower stamp happened before. The elements after
+              the threads are such stamps for the parts of products that each warp computes, and for
+              the copies that each mbarrier counts.
+    fences    one stamp per thread. Writes by the thread with a lower stamp came before a fence of
+              the thread, so that the copy engine and the tensor cores may read them.
+    first, places    the touched elements. `places` are positions in a buffer, counted from the
+              buffer's element `first`.
     base      stamp of the thread block's last barrier
     data, written, reads, touched, copiers, sites    the arrays of a `SharedBuffer`
 
-A function that checks elements returns -1, or the index into `places` of the first element at which
-the access is not allowed.
+A function that checks elements returns -1 if every access is allowed. Otherwise it returns the
+index into `places` of the first element at which the access is not allowed.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
@@ -36,9 +39,9 @@ from .checks import (
 
 @part_of_a_loop
 def before(stamp, known, warps):
-    """Return whether the access of a stamp happened before, according to `known`.
+    """Return whether an earlier access happened before the present call, according to `known`.
 
-    `warps` is the number of warps of the thread block.
+    `stamp` is the stamp of the earlier access. `warps` is the number of warps of the thread block.
     """
     code = stamp & NOBODY
     if code == NOBODY:
@@ -62,9 +65,10 @@ def before(stamp, known, warps):
 
 @part_of_a_loop
 def _may_have(stamp, known, fences, warps, base):
-    """Return whether a write happened before and is visible to the copy engine and tensor cores.
+    """Return whether the copy engine and the tensor cores may use a value that was written.
 
-    A thread's write is visible to them after a fence. Writes of copies need no fence.
+    `stamp` is the stamp of the write. The write must have happened before the present call. A write
+    by a thread must also be followed by a fence. A write by a bulk copy needs no fence.
     """
     if stamp >= base and not before(stamp, known, warps):
         return False

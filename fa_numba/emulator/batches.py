@@ -53,7 +53,8 @@ def add_in_turn(additions: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.nda
 class Kept:
     """The state of a launch at one time, to which the launch can be restored.
 
-    `owners` says whether the records of thread blocks that accessed an element are kept, too.
+    `owners` says whether the state includes the records of the thread blocks that accessed each
+    element.
     """
 
     def __init__(self, launch: Launch, owners: bool = True) -> None:

@@ -87,10 +87,10 @@ class BoxLoad:
 class Lent:
     """An asynchronous read of shared memory that no thread has waited for yet.
 
-    The read is marked in row `row` of ``buffer.reads``. `places` are the positions of the elements,
-    counted from element `first` of the buffer. `code` is the part of a stamp that says who reads.
-    If `parts` readers share the elements, `code` belongs to the first reader and ``code + n`` to
-    reader n. Each reader reads an equal part of `places`.
+    `places` are the positions of the elements in `buffer`, counted from the element `first`. The
+    read is marked in row `row` of ``buffer.reads``. The mark is a stamp; the part `code` of the
+    stamp says who reads. If `parts` is above 1, that number of readers share the read. Each reader
+    reads an equal part of `places`, and reader n has the code ``code + n``.
     """
 
     buffer: SharedBuffer
@@ -112,11 +112,16 @@ class Lent:
 class BoxStore:
     """A box that is being copied from shared memory to global memory.
 
-    `lent` is the read of shared memory. `at` are the elements of the memory of `array` that will
-    get `values`, or to which `values` will be added (`adds`). Thread `tid` started the copy at the
-    instruction `site`, in its bulk group `number`. `element` is the name of the first element in
-    shared memory, for messages. `read` says whether the thread has waited for the read of shared
-    memory.
+    lent      the asynchronous read of the elements in shared memory
+    array     the array in global memory
+    at        positions in the memory of `array` of the elements to which the box is copied
+    values    the values that will be stored there
+    adds      whether the values are added to the elements instead of stored
+    tid       number of the thread that started the copy
+    site      instruction that started the copy
+    number    number of the bulk group of this thread to which the copy belongs
+    element   name of the first element in shared memory, for messages
+    read      whether the thread has waited until shared memory was read
     """
 
     lent: Lent
@@ -216,9 +221,10 @@ class Boxes(Mbarriers):
     def _box(
         self, boxed: BoxedArray, array: SharedArray, index: int, lane: int
     ) -> tuple[int, np.ndarray]:
-        """Return where a box begins in a buffer, and the positions of its elements from there.
+        """Return the element of a buffer at which a box begins, and the positions of all elements.
 
-        Raise unless the box fits into the array and begins at a multiple of 1024 bytes.
+        The positions are of the elements of the box, and count from its first element. Raise an
+        error if the box does not fit into the array, or does not begin at a multiple of 1024 bytes.
         """
         size = boxed.rows * boxed.columns
         if array.itemsize != boxed.array.itemsize:
@@ -238,7 +244,7 @@ class Boxes(Mbarriers):
         return first, box_places(boxed.rows, array.itemsize, boxed.layout.swizzle)
 
     def _of_lane(self, lane: int, *values: Any) -> list[int]:
-        """Return integer values as they are for one lane."""
+        """Return the values that numbers or arrays over the lanes have in one lane, as integers."""
         return [int(self.of_lane(value, lane)) for value in values]
 
     def load_box(

@@ -62,10 +62,10 @@ part_of_a_loop = register_jitable(_nrt=False)
 
 @part_of_a_loop
 def ordered(stamp, tid, warp, seen):
-    """Return whether the access of a stamp happened before the present of a thread.
+    """Return whether an earlier access certainly happened before what a thread does now.
 
-    The thread has the number `tid` in its thread block. `warp` is the row of `seen` of the thread's
-    warp.
+    `stamp` is the stamp of the earlier access. `tid` is the number of the thread in its thread
+    block. `warp` is the index of the row of `seen` that belongs to the thread's warp.
     """
     code = stamp & NOBODY
     if code == tid:
@@ -105,8 +105,8 @@ def _in_pairs(e, start, stop, apart, mask, tids):
 def _wavefronts(first, itemsize, e, width, mask, tids, pairs, stats, scratch):
     """Count the wavefronts and bank conflicts of an access to shared memory.
 
-    The rule is in counts.py. `pairs` says whether loads by pairs of lanes may need half the
-    wavefronts.
+    The rule is in counts.py. `pairs` says whether a load needs fewer wavefronts if neighbouring
+    lanes load the same elements.
     """
     # A lane accesses a word of 1 << shift bytes, and a wavefront serves 1 << group lanes.
     size, shift, group = width * itemsize, 2, 5
@@ -195,10 +195,11 @@ def shared_load(
 
 @part_of_a_loop
 def _may_write(written, reads, touched, s, p, base, t, w, seen):
-    """Return whether a thread may write an element: all accesses since the barrier happened before.
+    """Return whether a thread may write an element without a race.
 
-    The element is `p` of thread block `s`. The thread has the number `t`, and `w` is its warp's row
-    of `seen`.
+    This is true if all accesses to the element since the last barrier happened before. The element
+    is `p` of the thread block in row `s` of the arrays. `t` is the number of the thread, and `w` is
+    the index of the row of `seen` that belongs to the thread's warp.
     """
     last = written[s, p]
     if last >= base[s] and last != UNWRITTEN and not ordered(last, t, w, seen):
@@ -240,10 +241,10 @@ def shared_atomic(
 ):
     """Check and record an atomic update of element e[lane] in every lane.
 
-    If the last write of an element was atomic, ``atomics`` of the element equals ``written``, and
-    ``plain`` is the stamp of the last write that was not atomic. If threads of several warps have
-    updated the element, its stamp has the code NOBODY: only a barrier of the thread block orders
-    later accesses after it.
+    If the last write of an element was atomic, the element has equal stamps in `atomics` and
+    `written`. Its stamp in `plain` is then the stamp of the last write that was not atomic. If
+    threads of several warps have updated the element, its new stamp has the code NOBODY. Only a
+    barrier of the thread block then orders later accesses after the updates.
     """
     for k in range(e.size):
         if not mask[k]:
@@ -309,7 +310,7 @@ def depart(
 def land(data, written, first, e, width, values, mask, tids, starts):
     """Write the values of asynchronous copies that lanes have waited for.
 
-    values[lane] is copied to the elements of each lane of `mask`.
+    In each lane of `mask`, values[lane] is written to the elements of this lane.
     """
     for k in range(e.size):
         if mask[k]:
@@ -333,11 +334,13 @@ def outside(index, extent, mask):
 def may_access(kind, start, stop, block, several, writers, readers, atomics):
     """Record an access of a thread block to elements; return False if there is a conflict.
 
-    The elements are from `start` to `stop`. A conflict is an access of another thread block, if one
-    of the two writes and not both are atomic. `writers`, `readers` and `atomics` are the arrays of
-    `Owners`. `several` says whether several thread blocks run at the same time. Their atomic
-    additions are made later, so that another access of the same thread block to such an element is
-    a conflict too.
+    `block` is the number of the thread block. The elements are from `start` to `stop` - 1. Two
+    accesses to an element conflict if they are of different thread blocks, at least one is a write,
+    and at least one is not atomic. `writers`, `readers` and `atomics` are the arrays of `Owners`.
+
+    `several` says whether several thread blocks run at the same time. Their atomic additions are
+    then made later. If the thread block itself accesses an element after such an addition, this is
+    therefore a conflict, too.
     """
     for p in range(start, stop):
         if writers[p] != 0 and writers[p] != block:
@@ -357,10 +360,11 @@ def may_access(kind, start, stop, block, several, writers, readers, atomics):
 
 @part_of_a_loop
 def _raced(kind, start, stop, me, t, w, stamps, seen, base):
-    """Record a thread's access to elements; return whether it may race with another thread.
+    """Record a thread's access to elements; return whether the access may be a race.
 
-    The elements are from `start` to `stop`, and the other thread is of the same thread block. `me`
-    is the stamp of the access, `t` the thread's number, and `w` its warp's row of `seen`.
+    Only races with other threads of the same thread block are found. The elements are from `start`
+    to `stop` - 1. `me` is the stamp of the access, and `t` the number of the thread. `w` is the
+    index of the row of `seen` that belongs to the thread's warp.
     """
     for p in range(start, stop):
         for other in range(4):
@@ -385,18 +389,18 @@ def global_access(
 ):  # fmt: skip
     """Count the sectors of an access to global memory, and check and record the access.
 
-    Every lane accesses `valid` elements from `e` on; `width` is the greatest number. `address` is
-    the number of bytes from the beginning of the allocation to the array's memory. A sector is
-    counted once for each different value of `pieces`; see `GlobalArray.source`. Thread blocks are
-    numbered from `first` on. If `several` run at the same time, their atomic additions are made
-    later.
+    Every lane accesses `valid` elements from `e` on. `width` is the greatest number of elements
+    that a lane can access. `address` is the number of bytes from the beginning of the allocation to
+    the array's memory. A sector is counted once for each different value of `pieces`; see
+    `GlobalArray.source`. `first` is the number of the first thread block that runs. If several
+    thread blocks run at the same time (`several`), their atomic additions are made later.
 
     Returns
     -------
     int
-        -1 if there is no conflict. A lane if its access conflicts with another thread block, or is
-        to an element to which an addition is still to be made. -2 minus a lane if its access may
-        race with another thread of the same thread block.
+        -1 if no conflict or race was found. A number of 0 or more is a lane. Its access conflicts
+        with another thread block, or with an addition that is still to be made. A number n of -2 or
+        less means lane -2 - n. Its access may race with another thread of the same thread block.
     """
     sectors = scratch.reshape(-1)  # at most 4 sectors per lane
     k, count = 0, e.size

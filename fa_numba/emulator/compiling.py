@@ -25,8 +25,8 @@ VARIABLE = "FA_NUMBA_CACHE"
 class _Files(IndexDataCacheFile):
     """Numba's index files and data files, with a digest before the machine code.
 
-    If LLVM loads damaged machine code, it can end the process. The digest shows the damage before
-    that.
+    The digest is compared with the machine code before LLVM loads the code. Damaged machine code
+    could end the process while LLVM loads it.
     """
 
     def _load_index(self) -> dict:

@@ -1,7 +1,7 @@
 """Lanes that leave a function or a loop before other lanes do: return, break and continue.
 
-A lane that has left is masked out until the function returns, the loop ends, or the next turn of
-the loop begins.
+A lane that has left is masked out for some time: after `return` until the function returns, after
+`break` until the loop ends, and after `continue` until the next iteration begins.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ if TYPE_CHECKING:
 
 
 class Leaving(BaseException):
-    """Raised if lanes disagree on a return, break or continue. The function is then rewritten.
+    """Raised if lanes disagree on a return, break or continue of a function.
 
-    `code` is the code object of the function, as it was rewritten before.
+    The emulator then rewrites the function a second time, so that lanes that have left are masked
+    out. `code` is the code object of the first rewritten version, which was running.
     """
 
     def __init__(self, code: CodeType) -> None:
@@ -30,7 +31,7 @@ class Leaving(BaseException):
 
 @dataclass(slots=True)
 class _Loop:
-    """The lanes of one running loop that have left it, or have left its current turn."""
+    """A running loop, and the lanes that have left the loop or the current iteration."""
 
     mask: Mask = None  # lanes that began the current turn
     broken: np.ndarray | None = None  # lanes that have left the loop by `break`
@@ -38,11 +39,12 @@ class _Loop:
 
 
 class Exits:
-    """The lanes that have left one call of a function, or one of its loops.
+    """A record of the lanes that have left one call of a function, or a loop of the function.
 
-    `entry` is the mask at the call. `gone` are all lanes that have left. `result` is the value of
-    the function in the lanes that have returned. `loops` are the loops that run, the innermost
-    last.
+    entry    the mask when the function was called
+    gone     all lanes that have left the function, a loop or the current iteration of a loop
+    result   the value of the function, in the lanes that have returned
+    loops    the loops that are running; the last entry is the innermost loop
     """
 
     __slots__ = ("context", "entry", "gone", "result", "loops", "_checked", "_every")
@@ -73,12 +75,12 @@ class Exits:
         loop.broken = _union(loop.broken, self._leave())
 
     def continues(self) -> None:
-        """Leave the current turn of the innermost loop in the lanes that take part."""
+        """Leave the current iteration of the innermost loop, in the lanes that take part."""
         loop = self.loops[-1]
         loop.continued = _union(loop.continued, self._leave())
 
     def settle(self, mask: Mask) -> bool:
-        """Continue with the lanes of a mask that have not left; return whether there are any."""
+        """Continue with the lanes of `mask` that have not left; return whether there are any."""
         if self.gone is None:
             self.context.mask = mask
             return True
@@ -87,7 +89,10 @@ class Exits:
         return bool(here.any())
 
     def everyone(self) -> bool:
-        """Return whether every lane that called the function and has not returned takes part."""
+        """Return whether all lanes of the call take part, except for lanes that have returned.
+
+        The lanes of the call are the lanes that called the function.
+        """
         mask = self.context.mask
         if mask is self.entry or self.gone is None or mask is None:
             return mask is self.entry
@@ -111,11 +116,11 @@ class Exits:
         self.loops.append(_Loop())
 
     def enter(self) -> None:
-        """Begin a turn of the innermost loop with the lanes that take part."""
+        """Begin an iteration of the innermost loop with the lanes that take part."""
         self.loops[-1].mask = self.context.mask
 
     def again(self) -> bool:
-        """End a turn of the innermost loop; return whether any lane takes the next turn."""
+        """End an iteration of the innermost loop; return whether any lane continues the loop."""
         loop = self.loops[-1]
         self._back(loop.continued)
         loop.continued = None
@@ -130,7 +135,7 @@ class Exits:
         self.settle(mask)
 
     def _back(self, lanes: np.ndarray | None) -> None:
-        """Let lanes that have left take part again."""
+        """Let `lanes`, which have left a loop or an iteration, take part again."""
         if lanes is not None and self.gone is not None:
             left = self.gone & ~lanes
             self.gone = left if left.any() else None

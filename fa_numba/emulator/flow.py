@@ -57,9 +57,9 @@ class Flow:
         return self.mask is outer or Split(self, outer, condition)
 
     def narrow(self, condition: np.ndarray) -> bool:
-        """Continue with the lanes whose condition is true; return whether there are any.
+        """Continue with the lanes whose condition is true; return whether there are such lanes.
 
-        If there are none, the mask stays the same.
+        If the condition is false in all lanes, the mask does not change.
         """
         condition = truth(condition)
         mask = self.mask
@@ -81,7 +81,7 @@ class Flow:
         return self._range(*((0, *places, 1) if len(places) == 1 else (*places, 1)[:3]))
 
     def _range(self, start: Any, stop: Any, step: Any) -> Iterator[Any]:
-        """Yield the loop variable as an array over the lanes, while a lane is left."""
+        """Yield the loop variable as an array over the lanes, until the ranges of all lanes end."""
         up = step > 0
         while True:
             ahead = np.where(up, start < stop, start > stop)
@@ -125,7 +125,10 @@ class Flow:
         return joined(condition, value)
 
     def then_none(self, condition: np.ndarray) -> Any:
-        """Continue with all lanes, and return the condition: no lane needed the other operand."""
+        """Continue with all lanes, after an `and` or `or` whose second operand no lane needed.
+
+        Return `condition`, the value of the first operand, which is then the result.
+        """
         self.mask = self._outer.pop()
         return condition
 

@@ -40,11 +40,12 @@ BOX_ON_ITS_WAY = (
 class Owners:
     """A record of the last accesses to each element of an array.
 
-    `writers`, `readers` and `atomics` contain the number of the thread block that wrote, read or
-    atomically updated an element: 0 for none, a number from 1 on, or MANY for several. `stamps`
-    contains one row per kind of access (LOAD, STORE, ATOMIC, BOX): the stamp of the thread that
-    last accessed the element. In the row BOX it is the stamp of the thread that waited for a box
-    stored to the element. Stamps are explained in shared_memory.py.
+        writers, readers, atomics    for each element, the number of the thread block that wrote,
+                                     read or atomically updated the element. 0 means no thread
+                                     block, and MANY means several thread blocks.
+        stamps    rows LOAD, STORE and ATOMIC: for each element, the stamp of the thread that last
+                  made such an access. Row BOX: the stamp of the thread that waited for a box which
+                  was stored to the element. Stamps are explained in shared_memory.py.
 
     Parameters
     ----------
@@ -400,8 +401,8 @@ class GlobalArray(Unconverted):
     def _values(self, places: np.ndarray, e: Any) -> Any:
         """Return the values of elements by lane, with the types that a kernel computes with.
 
-        `places` are the elements of the memory by lane. `e` is one number if all lanes have the
-        same element.
+        `places` contains the position of each lane's element in memory. If all lanes have the same
+        element, `e` is its position as one number; then only `e` is used.
         """
         if e.__class__ is not np.ndarray:  # one element for all lanes
             return self._memory[e] if self._convert is None else self._memory[e].item()
@@ -411,7 +412,12 @@ class GlobalArray(Unconverted):
         return found if found.dtype in (np.uint64, np.bool_) else found.astype(np.int64)
 
     def _put(self, places: np.ndarray, values: Sequence[Any]) -> None:
-        """Store neighbouring values by lane; `places` are the first elements of the memory."""
+        """Store values to neighbouring elements of memory, in each lane that takes part.
+
+        `places` contains for each lane the position in memory of its first element. Entry k of
+        `values` is stored to the k-th element from there. The entry is a number, or an array over
+        the lanes.
+        """
         mask = self.ctx.mask
         at = places if mask is None else places[mask]
         for k, value in enumerate(values):
@@ -426,9 +432,10 @@ class GlobalArray(Unconverted):
                 raise not_a_number(self.name, value) from None
 
     def _keep(self, at: np.ndarray) -> None:
-        """Record the old values of elements before a store: the thread block may begin again.
+        """Record the old values of elements before a store, so that the store can be undone.
 
-        `at` are elements of the memory. Raise ReadOnlyStore if the array is read-only.
+        The store is undone if the thread block begins again. `at` are positions in memory. Raise
+        ReadOnlyStore if the array is read-only.
         """
         if not self._memory.flags.writeable:
             text = f"the kernel stores to {self.name}, which is read-only. Pass a writable array"
@@ -440,8 +447,9 @@ class GlobalArray(Unconverted):
     def _at(self, index: tuple[Any, ...], whole: bool = True) -> Any:
         """Return the position in memory of an element, or of the first element of a view.
 
-        The position is a number, or an array over the lanes. If `whole`, the index must have a
-        number for each axis.
+        The position is a number, or an array over the lanes. If `whole` is set, the index must have
+        one number for each axis of the array. Otherwise the index may have fewer numbers, and
+        selects a view.
         """
         e = self._offset
         if len(index) > self.ndim or (whole and len(index) < self.ndim):
@@ -462,11 +470,15 @@ class GlobalArray(Unconverted):
     def _access(
         self, kind: int, e: Any, n: int, valid: Any, index: tuple[Any, ...], pieces: Any = None
     ) -> np.ndarray:
-        """Count and check an access of the lanes that take part; return first positions by lane.
+        """Count and check an access of the lanes that take part.
 
-        `kind` is LOAD, STORE or ATOMIC of `checks`. `e` is the first position, `n` the number of
-        elements of the access, and `valid` the number of elements that a lane accesses. `index` is
-        the index in the kernel, for messages. `pieces` is described in `source`.
+        Return the position in memory of the first accessed element, for each lane.
+
+        `kind` is LOAD, STORE or ATOMIC of `checks`. `e` is the position of the first element, a
+        number or an array over the lanes. `n` is the number of elements that the instruction can
+        access in a lane. `valid` is the number of elements that a lane really accesses, at most
+        `n`, as a number or an array over the lanes. `index` is the index in the kernel, for
+        messages. `pieces` is described in `source`.
         """
         ctx = self.ctx
         group, mask = ctx.group, ctx.mask
@@ -514,10 +526,10 @@ class GlobalArray(Unconverted):
         return places
 
     def _touch(self, kind: int, lane: int, e: int, n: int, index: tuple[Any, ...]) -> None:
-        """Raise, or report, a race of an access with another thread of the same thread block.
+        """Raise or report a race of a lane's access with another thread of the same thread block.
 
-        The access is of one lane to `n` elements from position `e` on. `kind` and `index` are
-        described in `_access`.
+        The lane accesses `n` elements from position `e` on. `kind` and `index` are described in
+        `_access`.
         """
         ctx, stamps, base = self.ctx, self.owners.stamps, self.ctx.base[0]
         for k, p in enumerate(range(e, e + n)):
@@ -544,10 +556,10 @@ class GlobalArray(Unconverted):
     def _conflict(
         self, kind: int, lane: int, e: int, n: int, index: tuple[Any, ...]
     ) -> EmulatorError:
-        """Return the error for a conflict with an access of another thread block.
+        """Return the error for a lane's access that conflicts with another thread block.
 
-        The access is of one lane to `n` elements from position `e` on. `kind` and `index` are
-        described in `_access`.
+        The lane accesses `n` elements from position `e` on. `kind` and `index` are described in
+        `_access`.
         """
         ctx, owners, mine = self.ctx, self.owners, self.ctx.block_number
         for k in range(n):
@@ -576,10 +588,11 @@ class GlobalArray(Unconverted):
         raise AssertionError("no block has touched this")
 
     def _vector(self, index: Any, n: int, valid: Any) -> Any:
-        """Return the position of the first of `n` neighbouring elements, after checking the access.
+        """Check the bounds and alignment of a vector access; return its first element's position.
 
-        `valid` is the number of elements that are accessed. Raise OutOfBounds or Misaligned if the
-        access is not allowed.
+        `n` is the number of elements that the instruction can access. `valid` is the number of
+        elements that a lane really accesses. Raise OutOfBounds or Misaligned if the access is not
+        allowed.
         """
         if index.__class__ is not tuple:
             index = (index,)
@@ -745,7 +758,11 @@ def track_owners(arrays: Sequence[GlobalArray], blocks: int) -> None:
     end = 0
 
     def close() -> None:
-        """Give the arrays of `group`, which share memory, one record."""
+        """Make one record for all arrays in the list `group`, and empty the list.
+
+        The arrays in the list share memory. Each array gets the part of the record that belongs to
+        the elements of the array.
+        """
         if group:
             first, size = group[0].address, group[0].itemsize
             writeable = any(a._memory.flags.writeable for a in group)

@@ -72,7 +72,10 @@ class Grid:
         self.launch._open_barrier()
 
     def _open(self) -> None:
-        """Forget which thread blocks accessed which elements: later accesses come after them."""
+        """Open the barrier of the grid: forget which thread blocks accessed which elements.
+
+        Accesses after the barrier cannot conflict with accesses before the barrier.
+        """
         for array in self.launch.arrays:
             for owners in array.owners.blocks:
                 owners[:] = 0

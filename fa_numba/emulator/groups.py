@@ -152,11 +152,14 @@ class Group:
 
 @dataclass(slots=True, eq=False)
 class Copy:
-    """An asynchronous copy (cp.async) of several lanes.
+    """An asynchronous copy (cp.async) that several lanes started at the same instruction.
 
-    `dst` is the shared array, and `e` the first element of each lane's copy of `n` elements. `read`
-    returns the values of some lanes, see `GlobalArray.source`. `pending` says which lanes have not
-    waited for the copy. `number` is the number of the lane's group of copies.
+    dst       shared array to which the lanes copy
+    e         first element in `dst` to which each lane copies
+    n         number of elements that each lane copies
+    read      function that returns the values for some lanes; see `GlobalArray.source`
+    pending   lanes that have not waited for the copy yet
+    number    for each lane, the number of the group (cp.async.commit_group) of the lane's copy
     """
 
     dst: Any
@@ -169,12 +172,17 @@ class Copy:
 
 @dataclass(slots=True, eq=False)
 class NamedBarrier:
-    """A named barrier of `threads` threads, from its first arrival until it opens.
+    """A named barrier from its first arrival until it opens.
 
-    `site` is the instruction of the first arrival. Accesses of warp w below the stamp ``seen[w]``
-    happened before one of the arrivals. `known` is what single threads that arrived knew in
-    addition (knowledge.py). `arrived` are the warps that have arrived, and `synced` are the arrived
-    warps that wait. `waiting` are the groups that wait.
+    threads   number of threads that must arrive before the barrier opens
+    site      instruction of the first arrival
+    seen      one stamp per warp of the thread block. Accesses of the warp with a lower stamp
+              happened before one of the arrivals.
+    known     what single threads that arrived knew in addition to `seen` (knowledge.py)
+    arrived   the warps that have arrived
+    synced    the warps that have arrived and wait
+    waiting   the groups of lanes that wait
+    opened    whether the barrier has opened
     """
 
     threads: int
@@ -191,9 +199,10 @@ class NamedBarrier:
 class Meeting:
     """A warp collective whose lanes are in several groups, until all lanes have arrived.
 
-    `lanes` says which lanes of the warp have arrived. `values` are the operands, one array (32,)
-    each. `groups` are the groups of the arrived lanes. `results` is None until the last lane
-    arrives.
+    lanes     which of the 32 lanes of the warp have arrived
+    values    the operands, one array of shape (32,) per operand
+    groups    the groups of the lanes that have arrived
+    results   the results; None until the last lane arrives
     """
 
     lanes: np.ndarray = field(default_factory=lambda: np.zeros(WARP, bool))

@@ -1,14 +1,15 @@
-"""What each thread knows to have happened before its present.
+"""What each thread knows to have happened before.
 
-A warp's row of `seen` contains what all threads of the warp know. Threads arrive at an mbarrier one
-by one. One thread may therefore know more than its warp. `_heard` contains what single threads
-know; it is made when it is first needed. A row of `_heard` has one stamp for each thread of the
-thread block: accesses of that thread below the stamp happened before.
+Row w of the array `seen` contains what all threads of warp w know. Threads arrive at an mbarrier
+one by one. One thread may therefore know more than its warp. The array `_heard` contains what
+single threads know; it is made when it is first needed. Row t of `_heard` is for thread t. The row
+contains one stamp for each thread of the thread block: all accesses of that thread with a lower
+stamp happened before anything that thread t does now.
 
-Rows have further columns: in `seen` after the warps, and in `_heard` after the threads. They are
-for accesses that no thread makes. There is one column for each warp's parts of products, and one
-for the copies that an mbarrier counts. A row of `_heard`, or an expanded row of `seen`, is called
-`known`.
+Both arrays have further columns, after the columns for warps or threads. These columns are for
+accesses that the hardware makes instead of a thread. One column is for the parts of matrix products
+that a warp computes, and one column is for the copies that an mbarrier counts. A row of `_heard` is
+called `known`. A row of `seen` that was expanded to one stamp per thread is called `known`, too.
 """
 
 from __future__ import annotations
@@ -98,10 +99,14 @@ class Knowledge(Waiting):
         return np.concatenate([known[:threads].reshape(-1, WARP).min(axis=1), known[threads:]])
 
     def known_by(self, tids: np.ndarray, exactly: bool = False) -> np.ndarray:
-        """Return a row of stamps: accesses below happened before the present of all these threads.
+        """Return which accesses happened before, as all of the threads `tids` know.
 
-        Unless `exactly` is set, the stamps may be lower than necessary; they are then faster to
-        compute.
+        The result is a row `known` with one stamp per thread of the thread block. Every access by
+        that thread with a lower stamp happened before the next accesses of all threads `tids`. The
+        further columns of the row are described at the top of this module.
+
+        The stamps may be lower than necessary, which is safe and faster to compute. With `exactly`,
+        they are as high as possible.
         """
         if exactly and self._heard is not None:
             rows = [self._by_thread(self.seen[tid // WARP]) for tid in tids.tolist()]
@@ -116,9 +121,10 @@ class Knowledge(Waiting):
         return known
 
     def ordered(self, stamp: int, lane: int) -> bool:
-        """Return whether an earlier access happened before a lane's present.
+        """Return whether an earlier access happened before a lane's next access.
 
-        `stamp` is the stamp of the earlier access. The answer uses what the lane's thread knows.
+        `stamp` is the stamp of the earlier access. The result also uses what the lane's thread
+        alone knows.
         """
         if super().ordered(stamp, lane):
             return True
@@ -129,7 +135,11 @@ class Knowledge(Waiting):
         return bool(before(stamp, known, self.warps))
 
     def _column_known(self, tids: np.ndarray, column: int) -> np.ndarray:
-        """Return for each thread the stamp that the thread knows in a further column."""
+        """Return what each of some threads knows in one of the further columns.
+
+        `column` counts from the first column after the warps. The result contains one stamp per
+        thread of `tids`.
+        """
         known = self.seen[tids // WARP, self.warps + column]
         if self._heard is not None:
             known = np.maximum(known, self._heard[tids, self.warps * WARP + column])
@@ -150,9 +160,11 @@ class Knowledge(Waiting):
             self._heard[tids] = np.maximum(self._heard[tids], known)
 
     def _whole_and_others(self) -> tuple[np.ndarray, Any, np.ndarray]:
-        """Return the threads that take part, their complete warps, and the threads of other warps.
+        """Return the threads that take part, divided into complete warps and other threads.
 
-        The result is cached for each group and mask, which are never changed.
+        The first result are all threads that take part. The second result are the warps of which
+        all threads take part. The third result are the threads of the other warps. The results are
+        cached for each group and mask, because groups and masks are never changed.
         """
         group, mask = self.group, self.mask
         found = self._taking_part.get((id(group), id(mask)))
@@ -192,7 +204,11 @@ class Knowledge(Waiting):
         return named
 
     def _release(self) -> None:
-        """Let all groups go on, and count the barrier once per warp if there are several groups."""
+        """Let all groups continue after a barrier of the thread block, and count the barrier.
+
+        If the thread block has several groups, count the barrier once per warp. Lanes of a warp may
+        be in two groups.
+        """
         super()._release()
         if len(self._groups) > 1:  # lanes of one warp may be in two groups
             self._instructions["barrier"] = self._instructions.get("barrier", 0) + self.warps
@@ -233,7 +249,8 @@ class Knowledge(Waiting):
     def fences_of(self, known: np.ndarray) -> np.ndarray:
         """Return for each thread the stamp of its last fence that happened before; 0 if none.
 
-        A fence happened before if its stamp is below the stamp of the fencing thread in `known`.
+        `known` is a row of stamps as in `known_by`. A fence of thread t happened before if its
+        stamp is below ``known[t]``.
         """
         found = np.zeros(self.warps * WARP, np.int64)
         for tids, stamp in (fence for fences in self._fences.values() for fence in fences):

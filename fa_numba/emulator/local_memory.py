@@ -195,7 +195,8 @@ class LocalArray(Unconverted):
     def _may_sum(self, places: tuple[Any, ...]) -> bool:
         """Return whether multiply-adds to these elements may be collected.
 
-        They may if the array is float32 and the elements have values in all lanes that take part.
+        Two conditions must hold: the array is float32, and the elements already have values in all
+        lanes that take part.
         """
         data, ctx = self.data, self.ctx
         sound = self.single and all(
@@ -235,10 +236,11 @@ class LocalArray(Unconverted):
             self.summed.clear()
 
     def _compute(self, writes: bool = False) -> None:
-        """Compute the collected multiply-adds.
+        """Compute the multiply-adds that were collected, before another access to the array.
 
-        If a matrix product uses the array, raise RegisterHazard if it forbids the access; `writes`
-        says whether the access is a write.
+        While a matrix product uses the array, no multiply-adds are collected. Each of these
+        products then checks the access instead. It raises RegisterHazard if the access is not
+        allowed. `writes` says whether the access is a write.
         """
         if self.flying:
             for product in self.flying:
@@ -271,23 +273,24 @@ class LocalArray(Unconverted):
                 self.data[e] = np.where(mask, sums[n], self.data[e])
 
     def merged(self, mask: np.ndarray, other: Any) -> LocalArray:
-        """Return the earlier array of a source line that some lanes have run again.
+        """Return the array for all lanes after some lanes have run again the line that makes it.
 
-        The lanes of `mask` have run again the line that makes the array. `self` is the array that
-        they made. All lanes then use `other`, the earlier array. In the lanes of `mask`, the
-        elements of `other` lose their values.
+        A line of the kernel makes one array. If some lanes run the line again, the emulator first
+        makes a new array for them, which is `self`. The older array, `other`, then replaces the new
+        array in all lanes. The elements of `other` lose their values in the lanes of `mask`, as in
+        a new array.
 
         Parameters
         ----------
         mask : ndarray of bool
-            Lanes that have made the array again.
+            Lanes that have run the line again.
         other : LocalArray
-            The array that was made at this line before.
+            The older array, which the same line made before.
 
         Returns
         -------
         LocalArray
-            `other`.
+            The older array, `other`.
 
         Raises
         ------
@@ -308,7 +311,11 @@ class LocalArray(Unconverted):
     # ---- less common cases
 
     def _position(self, index: Any) -> Any:
-        """Check the bounds of an index, and return it; as an int if it is equal in all lanes."""
+        """Check the bounds of an index, and return the index.
+
+        The result is an int if the index is equal in all lanes. Otherwise it is an array over the
+        lanes.
+        """
         if index.__class__ in (tuple, slice):
             if index.__class__ is tuple and len(index) == 1:
                 return self._position(index[0])
@@ -347,10 +354,10 @@ class LocalArray(Unconverted):
         return np.zeros(group.count, self.dtype) if found is None else found
 
     def _require(self, written: np.ndarray | None, index: Any, here: Any = True) -> None:
-        """Raise UninitialisedRead if a lane that takes part has not written the element.
+        """Raise UninitialisedRead if a lane reads an element that it has not written.
 
-        `written` are the lanes that have written it; None: no lane. `here` are the lanes that read
-        it.
+        `written` are the lanes that have written the element; None means no lane. `here` are the
+        lanes that read the element. Only lanes that take part are checked.
         """
         active = self.ctx.active() & here
         missing = active if written is None else active & ~written

@@ -371,12 +371,18 @@ class Mbarriers(Knowledge):
     def left_over(self) -> None:
         """Raise BarrierMisuse if arrivals at an mbarrier are missing when a thread block ends.
 
-        A phase that has begun must end: threads have arrived, or have announced bytes. A pipeline
-        slot that was acquired must be released: each wait for its mbarrier of empty slots must be
-        followed by one more phase. This is the mbarrier for which a thread waits before any phase
-        has ended. One slot of each warp need not be released: the slot that the warp acquired last,
-        if it has started no box load afterwards. By such a slot, a producer tells its consumers to
-        end.
+        Two rules must hold for each mbarrier:
+
+        - A phase that has begun must end. A phase has begun if threads have arrived, or have
+          announced bytes.
+        - A pipeline slot that was acquired must be released. A warp acquires a slot when it waits
+          for the mbarrier that says that the slot is empty. Each such wait must be followed by one
+          more phase of this mbarrier. The emulator recognises such an mbarrier by a wait that comes
+          before any of its phases has ended.
+
+        The second rule has an exception. The slot that a warp acquired last need not be released,
+        if the warp has started no box load afterwards. A producer uses such a slot to tell its
+        consumers that no more data follow.
         """
         last = set(map(id, self._acquired.values()))
         for barrier in self._mbarriers.values():
@@ -410,10 +416,11 @@ class Mbarriers(Knowledge):
         return self.fault_at(BarrierMisuse, text, tid, sites[0], barrier.name.partition("[")[0])
 
     def _stalled(self) -> EmulatorError:
-        """Return the error for a thread block in which no group can go on.
+        """Return the error for a thread block in which no group can continue.
 
-        If some lanes of a group wait for an mbarrier, the other lanes of the group wait with them.
-        If then no group can go on, raise Parting instead: the lanes become a group of their own.
+        Some lanes of a group may have waited for an mbarrier although the other lanes of the group
+        need not wait. In this case raise Parting instead. The waiting lanes then become a group of
+        their own, and the thread block begins again.
         """
         waiting = [g for g in self._groups if g.state == AT_MBARRIER]
         for g in waiting:

@@ -39,9 +39,9 @@ _DTYPES |= {float: np.dtype("float32"), to_float: np.dtype("float64"), to_int: n
 def element_type(dtype: Any) -> np.dtype:
     """Return the NumPy dtype for the `dtype` argument of an array that a kernel makes.
 
-    `dtype` is a cast of `CASTS`, Python's `float`, a numba type or a NumPy dtype. Python's `float`
-    means float32. In a kernel, ``float`` and ``int`` are `to_float` and `to_int` instead: these two
-    mean float64 and int64.
+    `dtype` is a cast of `CASTS`, a numba type, a NumPy dtype, or Python's `float`, which means
+    float32. `dtype` may also be `to_float` or `to_int`. These two functions replace the names
+    ``float`` and ``int`` in a kernel, and mean float64 and int64.
     """
     known = _DTYPES.get(dtype)
     if known is not None:

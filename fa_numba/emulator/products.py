@@ -34,20 +34,25 @@ MOST_REGISTERS = 255  # registers of a thread
 
 
 class Together(BaseException):
-    """Raised if a schedule has divided the warps of a warpgroup. The thread block begins again."""
+    """Raised if the warps of a warpgroup are in different groups, but must run together.
+
+    The thread block then begins again, and the four warps of each warpgroup are in one group.
+    """
 
 
 @lru_cache(maxsize=256)
 def operand_places(
     rows: int, panel_rows: int, across: bool, steps: int, column: int
 ) -> tuple[np.ndarray, int, int]:
-    """Return the positions of an operand's elements in shared memory, and their least and greatest.
+    """Return the positions of an operand's elements in shared memory, with the least and greatest.
 
-    The positions are a flat array of (rows, 16 * steps). They follow the addresses of the PTX
-    descriptor, with swizzling. They count from the multiple of 1024 bytes at or before the operand.
-    `panel_rows` is the number of rows of a panel. `across` says whether the operand is stored
-    transposed: then a row of memory contains one element of each of 64 rows of the operand.
-    `column` is the byte of the row at which the operand begins.
+    The operand has `rows` rows and 16 * `steps` columns. The positions are in a flat array, row by
+    row. They count elements from the last multiple of 1024 bytes that is not after the operand's
+    first element. They follow the addresses of the PTX descriptor, with the 128-byte swizzle.
+
+    The operand is stored in panels of `panel_rows` rows. If `across` is set, the operand is stored
+    transposed: a row of memory then contains one element of each of 64 rows of the operand.
+    `column` is the byte of the row of memory at which the operand begins.
     """
     row = np.arange(rows, dtype=np.int64)[:, None]
     k = np.arange(steps)[:, None]
@@ -81,10 +86,14 @@ def _summed(C: np.ndarray, A: np.ndarray, B: np.ndarray) -> np.ndarray:
 class Product:
     """A matrix product of one warpgroup that no thread has waited for yet.
 
-    `lanes` says which lanes of the group belong to the warpgroup. `C` is the array of the result.
-    `A` is the array of registers of the left operand; None if it is in shared memory. `lent` are
-    the reads of shared memory. `site` is the instruction, and `registers` the number of registers
-    of C. `ended` says whether a wait has ended the product, but has not named C.
+    lanes       which lanes of the group belong to the warpgroup
+    C           local array of the result
+    A           local array of the left operand; None if A is in shared memory
+    lent        the asynchronous reads of the operands in shared memory
+    site        instruction that started the product
+    registers   number of registers of C per thread
+    ended       whether a `wait_products` call has waited for the product, but was given another
+                array than C
     """
 
     ctx: Products
@@ -98,9 +107,11 @@ class Product:
     ended: bool = False
 
     def require_free(self, array: LocalArray, writes: bool) -> None:
-        """Raise RegisterHazard if the product forbids an access of lanes that take part.
+        """Raise RegisterHazard if the product does not allow an access to C or A in registers.
 
-        `array` is C or A of the product. Its registers may be read if it is A.
+        `array` is the array of C or of A. While the product is in progress, C must be neither read
+        nor written, and A must not be written. `writes` says whether the access is a write. Only
+        accesses of lanes that take part and belong to the product's warpgroup are forbidden.
         """
         if array is not self.C and not writes:
             return
@@ -165,9 +176,13 @@ class Products(Boxes):
         return found
 
     def _parted(self, operation: str, warpgroup: int) -> None:
-        """Raise for a warpgroup whose threads are in several groups of lanes.
+        """Raise an exception for a warpgroup whose threads do not all run in one group.
 
-        If `schedule` has divided the warpgroup, raise Together. Otherwise raise EmulatorError.
+        The threads of a warpgroup must run in one group, because they compute a product together.
+        The first time, raise Together: the thread block then begins again, and each group contains
+        complete warpgroups. If this has been done already, or the thread block has only a part of
+        this warpgroup, raise EmulatorError. Some threads have then waited in a branch without the
+        others.
         """
         tids = np.arange(WARPGROUP) + warpgroup * WARPGROUP
         same = self.warps_together * WARP == WARPGROUP
@@ -182,9 +197,11 @@ class Products(Boxes):
         raise self.fault(EmulatorError, text)
 
     def _of_warpgroup(self, value: Any, lanes: np.ndarray, name: str, array: str) -> int:
-        """Return the first element of an operand. Raise unless a warpgroup's threads agree on it.
+        """Return the index of an operand's first element, which must be equal in a warpgroup.
 
-        `name` is "A" or "B", and `array` the name of the operand's array.
+        `value` is the index as a number, or an array over the lanes. Raise EmulatorError if the
+        threads pass different indices. `name` is "A" or "B", and `array` is the name of the
+        operand's array.
         """
         if value.__class__ is not np.ndarray:
             return int(value)
@@ -274,9 +291,11 @@ class Products(Boxes):
         self, numbers: np.ndarray, warpgroup: int, lanes: np.ndarray, operand: tuple[Any, ...],
         rows: int, steps: int, lent: list[Lent], left: int = 0,
     ) -> np.ndarray:  # fmt: skip
-        """Start to read an operand in shared memory; return it as (rows, 16 * steps), in float32.
+        """Start to read an operand in shared memory, and return the operand's values.
 
-        The read is added to `lent`. `left` is 1 for A, and 0 for B.
+        The result has the shape (rows, 16 * steps) and the dtype float32. The record of the read is
+        added to the list `lent`. `left` is 1 if the operand is A, and 0 if it is B. The other
+        arguments are described in `multiply`.
         """
         array, index, panel_rows, across = operand
         at = self._of_warpgroup(index, lanes, "A" if left else "B", array.name)

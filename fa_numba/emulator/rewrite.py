@@ -90,9 +90,10 @@ def _rewrite(code: CodeType, masked: bool) -> tuple[CodeType, frozenset[str]]:
 
 
 def _place(function: ast.FunctionDef) -> set[str]:
-    """Give each node without a line the line of the node above it, and return the names.
+    """Return all names that a function's syntax tree contains, and add missing line numbers.
 
-    The lines are those of `ast.fix_missing_locations`.
+    A node without a line number gets the line number of the node that contains it. The resulting
+    line numbers equal the numbers of `ast.fix_missing_locations`.
     """
     mentioned: set[str] = set()
     left: list[tuple[Any, tuple[int, int, int, int]]] = [(function, (1, 0, 1, 0))]
@@ -296,10 +297,12 @@ class _Function(Expressions):
         ]
 
     def in_turn(self, chain: list[ast.AugAssign]) -> list[ast.stmt]:
-        """Return statements for a chain of multiply-adds.
+        """Return statements for a chain of multiply-adds, such as ``x[0] += a * b``.
 
-        If the chain reads arrays, it is one call for a LocalArray, which shares no memory with
-        other arrays. For other arrays, the multiply-adds are executed one by one.
+        If no multiply-add after the first reads an array, the statement is one call. Otherwise the
+        statements test the class of the updated array at run time. A LocalArray shares no memory
+        with other arrays, and again gets one call. For any other array, the multiply-adds are
+        executed one by one.
         """
         if not any(isinstance(x, ast.Subscript) for c in chain[1:] for x in ast.walk(c.value)):
             return self.multiply_adds(chain)
@@ -356,9 +359,11 @@ class _Function(Expressions):
         return [ast.Expr(exits("continues"))] if self.masked else node
 
     def agreed(self, name: str, how: str = "agree") -> ast.stmt:
-        """Return a statement for the variable `name`, which may be an array over the lanes.
+        """Return a statement that replaces an array over the lanes by a single value.
 
-        The statement replaces an array by the result of the launch's method `how`.
+        The statement tests whether the value of the variable `name` is such an array. If so, it
+        calls the launch's method `how` with the array, and assigns the result to the variable. The
+        method `agree`, for example, returns the value on which all lanes agree.
         """
         one = assign(runtime(name, True), method(runtime("C"), how, runtime(name)))
         return when(class_is(runtime(name), "array"), [one])
@@ -393,10 +398,10 @@ class _Function(Expressions):
         return [ast.Expr(exits("enter")), *self.inner(node.body), last]
 
     def loop(self, node: ast.While | ast.For, made: ast.While | ast.For) -> list[ast.stmt]:
-        """Return statements for a loop and its end.
+        """Return statements for a loop and for its end.
 
-        After the loop, all lanes continue that entered the loop and have not returned. `node` is
-        the loop before rewriting, `made` the rewritten loop.
+        After the loop, the lanes continue that entered the loop and have not returned from the
+        function. `node` is the loop before rewriting, and `made` is the rewritten loop.
         """
         if made.orelse:
             raise _Unsupported("the else of a loop")

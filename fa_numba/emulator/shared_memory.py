@@ -306,10 +306,11 @@ class SharedArray(Unconverted):
     ) -> Iterable[tuple[int, range]]:
         """Run a compiled check of an access; return the lanes that the check leaves undecided.
 
-        `check` is a function of checks.py for an access to n elements from `e` on in every lane.
-        `kind` is the kind of access for the counts. `last` are the last arguments of `check`. The
-        result contains pairs (lane, range of elements of the buffer). The caller checks these lanes
-        one by one.
+        `check` is a function of checks.py. Every lane accesses `n` elements from `e` on. `kind` is
+        the name of the access for the counts, such as "load". `last` are the arguments of `check`
+        that follow the common arguments. The result contains a pair for each undecided lane: the
+        lane, and the range of its elements in the buffer. The caller must check these lanes one by
+        one.
         """
         ctx, buffer, group = self.ctx, self.buffer, self.ctx.group
         mask = group.everyone if ctx.mask is None else ctx.mask
@@ -329,12 +330,17 @@ class SharedArray(Unconverted):
         return ((k, range(first, first + n)) for k, first in begin)
 
     def _from(self, e: np.ndarray, n: int) -> tuple[np.ndarray, int, int]:
-        """Return positions `e`, the element of the buffer from which they count, and the length.
+        """Return positions in a form that the compiled loops can use, with an origin and a length.
 
-        Each lane accesses `n` elements from its position on. Usually the positions count from the
-        beginning of the array, and the length is the array's. If the array begins at different
-        elements in different thread blocks, the returned positions count from the beginning of the
-        buffer, and the length is the buffer's.
+        Each lane accesses `n` elements from its position in `e` on. There are two cases:
+
+            the array begins at     positions count from         length
+            one element             the beginning of the array   of the array
+            one element per lane    element 0 of the buffer      of the buffer
+
+        The second result is the element of the buffer from which the positions count. The array
+        begins at one element per lane if thread blocks that run at the same time have different
+        parts of the buffer.
         """
         if self.first.__class__ is not np.ndarray:
             return e, self.first, self.length

@@ -175,9 +175,9 @@ class Trace:
         )
 
     def _line(self) -> int:
-        """Return the current line of the kernel, or of a function that its factory defined.
+        """Return the number of the kernel's source line that is running now; 0 if there is none.
 
-        Return 0 if there is no such line.
+        The line may also be of a device function that the kernel's factory defined.
         """
         frame: FrameType | None = sys._getframe(2)
         while frame is not None and not self._is_own(frame.f_code):

@@ -73,8 +73,8 @@ class Waiting(Context):
     def _switch(self) -> None:
         """Return control to run.py until this group is the running group again.
 
-        A thread block's only group goes on at once if the barrier opens, else the thread block has
-        stalled.
+        If the thread block has only this group, the barrier opens if all threads wait at it, and
+        the group continues. Otherwise raise an error, because nothing else can run.
         """
         group = self.group
         group.mask, group.outer = self.mask, self._outer
@@ -113,14 +113,15 @@ class Waiting(Context):
             g.state = READY
 
     def _tick(self, warps: Any) -> None:
-        """Advance the clock, and begin a new present of the warps."""
+        """Advance the clock, and record that these warps have synchronised at this time."""
         self.clock += 1
         self.starts[warps] = self.clock * STAMP
 
     def _open_barrier(self, blocks: Any = slice(None)) -> None:
-        """Record that the barrier of thread blocks opens: it orders all accesses before and after.
+        """Record that the barrier of some thread blocks opens.
 
-        `blocks` selects some of the thread blocks that run at the same time.
+        Every earlier access of such a thread block then happened before its later accesses.
+        `blocks` selects the thread blocks among those that run at the same time.
         """
         self.clock += 1
         now = self.clock * STAMP
@@ -202,10 +203,16 @@ class Waiting(Context):
         self, operation: str, mask: int, arrays: list[np.ndarray], here: np.ndarray,
         wanted: np.ndarray, resolve: Resolve,
     ) -> tuple[np.ndarray, ...]:  # fmt: skip
-        """Complete a collective whose lanes are in several groups; return the results by lane.
+        """Complete a warp collective whose lanes are in several groups; return the results by lane.
 
-        All arrays have the shape (warps, 32). `arrays` are the operands of this group's lanes,
-        `here` says which of its lanes take part, and `wanted` which lanes the collective waits for.
+        All arrays have the shape (warps, 32).
+
+            operation   name of the called function
+            mask        mask argument of the call
+            arrays      operands of the lanes of this group
+            here        which lanes of this group take part
+            wanted      which lanes the collective waits for
+            resolve     function that computes the results; see `collective`
         """
         group, site = self.group, self.site()
         found: list[Meeting | None] = []
@@ -319,10 +326,13 @@ class Waiting(Context):
         return len(set(zip(warps, values, strict=True))) == len(set(warps))
 
     def _wait_named(self, operation: str, barrier: Any, named: dict[int, NamedBarrier]) -> None:
-        """Wait until the named barriers at which this group's warps have arrived are open.
+        """Wait until all named barriers at which this group's warps have arrived are open.
 
-        `named` maps a warp to its barrier. It is empty if another group with lanes of the same
-        warps completed the call.
+        `named` maps the number of each warp to the barrier at which the warp has arrived.
+        `operation` is the name of the called function, and `barrier` its argument, for messages.
+        The lanes of a warp may be in two groups. The group that calls the function last then
+        records the arrival of the warp. In the other group `named` is empty, and the barriers are
+        found by the numbers of the group's warps.
         """
         group = self.group
         which = named.values() or [
@@ -437,7 +447,11 @@ class Waiting(Context):
         return self.fault_at(kind, f"{text}{self._waiters()}", int(g.tids[0]), g.site)
 
     def _deserted(self, group: Group) -> list[int]:
-        """Return the warps of `group` that wait in a collective for lanes that are elsewhere."""
+        """Return the warps of `group` that wait for lanes which are not in the same collective.
+
+        `group` waits in a collective of a warp. The missing lanes are in another group, which has
+        returned or waits for something else.
+        """
         for other in self._groups:
             shared = np.isin(other.warp_of, group.warps)
             named = shared & (group.value >> other.tids % WARP & 1 != 0)
@@ -447,7 +461,7 @@ class Waiting(Context):
         return []
 
     def _waiters(self) -> str:
-        """Return a line of text for each state of threads: which threads, and where they wait."""
+        """Return a text that says what each thread waits for, and at which source line."""
         where: dict[str, list[int]] = {}
         states: list[tuple[int, str]] = []
         for g in self._groups:
@@ -460,7 +474,10 @@ class Waiting(Context):
         return "".join(f"\n  {self._names(tids)}: {text}" for text, tids in where.items())
 
     def _names(self, tids: list[int]) -> str:
-        """Return the indices of up to four threads as text, and the number of threads if more."""
+        """Return the indices of some threads as text: at most four indices.
+
+        If there are more than four threads, the text also contains the number of threads.
+        """
         names = [self.thread_name(tid) for tid in tids[:4]]
         more = f", ... ({len(tids)} threads)" if len(tids) > 4 else ""
         return f"thread{'s' if len(tids) > 1 else ''} {', '.join(names)}{more}"

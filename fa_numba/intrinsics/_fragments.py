@@ -46,10 +46,12 @@ def sums(C, product, made):
 
 @compiled
 def dealt(rows, transposed, words):
-    """Fill `words`: (4, lanes) with the words that ``ldmatrix`` returns to each lane.
+    """Distribute the elements of rows to the lanes, as ``ldmatrix`` does.
 
-    `rows`: (8, lanes) contains the eight 16-bit elements of the row whose index each lane passes.
-    `transposed` says whether each 8 x 8 tile is transposed.
+    `rows`: (8, lanes) contains the rows of the 8 x 8 tiles, one row per lane. Lane l of a warp has
+    the eight 16-bit elements of row l % 8 of tile l // 8. The function fills `words`: (4, lanes).
+    Entry [m, lane] becomes the two elements of tile m that ``ldmatrix`` returns to this lane.
+    `transposed` says whether each tile is transposed.
     """
     for k in range(rows.shape[1]):
         first, g, t = k // WARP * WARP, k % WARP // 4, k % 4 * 2

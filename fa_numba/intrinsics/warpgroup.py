@@ -70,7 +70,11 @@ def _step(k: int, rows: int, across: bool) -> int:
 
 
 def _places(n: int) -> list[int]:
-    """Return for each register of the instruction its index in the array of C, with n columns."""
+    """Return where the registers of the instruction are stored in the local array of C.
+
+    C has `n` columns. Entry e of the result is for the instruction's register e, in the order of
+    the PTX ISA. The entry is the index of this register's element in the local array.
+    """
     return [e // 2 % 2 * (n // 4) + 2 * (e // 4) + e % 2 for e in range(n // 2)]
 
 
