@@ -22,7 +22,7 @@ from fa_numba.commands.arguments import MAX_SEQLEN, Parser, name_of, tiles, whol
 from fa_numba.commands.ending import INTERRUPTED, ended, shortened
 from fa_numba.problem import MAX_HEAD_DIM
 
-from .beside import compare, spills
+from .beside import compare, ring_faults, spills
 from .lab.measure import tune
 from .lab.record import FIGURES, FILTERED, REPOSITORY, Options, Store, origins, outdated
 from .lab.record.options import LIMITED, QUICK
@@ -173,6 +173,26 @@ def _parser() -> argparse.ArgumentParser:
     add("explore", text, about).add_argument(
         "--port", help="TCP port, 1 to 65535 (default: a free port)", **port
     )
+    text = "plant faults in processes that share one sequence, and check how each process ends"
+    about = (
+        f"{text[0].upper()}{text[1:]}. Every process must end with an error within 120 seconds, "
+        "and a slow process must be named. The processes use the GPUs of this machine, or the "
+        "emulator if there is at most one GPU. The command needs torch."
+    )
+    faults = add("faults", text, about)
+    faults.add_argument(
+        "--ranks",
+        type=whole(2, 64),
+        metavar="P",
+        help="number of processes (default: one per GPU, or 3 without several GPUs)",
+    )
+    faults.add_argument(
+        "--faults",
+        nargs="+",
+        choices=ring_faults.FAULTS,
+        default=ring_faults.FAULTS,
+        help="faults to plant (default: all)",
+    )
     text = "time tile sizes of the tensor-core kernels on this GPU, and store the fastest sizes"
     about = (
         f"{text[0].upper()}{text[1:]} in fa_numba/choices/tuned.csv. Attention calls on GPUs with "
@@ -321,6 +341,11 @@ def _command(arguments: Sequence[str] | None) -> int:
 
         return explore_server.serve(args.port, console.print)
 
+    if args.command == "faults":
+        try:
+            return ring_faults.check(args.faults, args.ranks, print)
+        except ImportError as error:
+            parser.error(f"faults needs torch: {error}")
     if args.command == "origins":
         return _origins(console)
     if args.command == "outdated":

@@ -12,10 +12,10 @@ ladder                  ceilings: the highest speed that the hardware reaches, b
 profile                 profiler: counters of the emulator and of Nsight Compute
 ring                    ring_tasks: the calls in their order; ring_ranks: the processes;
                         ring_spans: a GPU's busy time; ring_rows: rows, and a model of the time;
-                        ring_fit: the model compared with measurements; ring_faults: a command
-                        that plants faults
+                        ring_fit: the model compared with measurements
 speed_fp16              paper_bars: a paper's speed figure together with our numbers
 variants                variant_times: times on a GPU, compared with flex_attention
 command compare         compare
+command faults          ring_faults
 command spills          spills
 """

@@ -1,15 +1,13 @@
 """Plants faults in a ring of processes, and checks that every rank ends with a clear error in time.
 
-    python -m experiments.beside.ring_faults
-
-There is one process per GPU. Without several GPUs, the processes use the emulator on the CPU, and
-gloo instead of NCCL. The faults are:
+The command is `python -m experiments faults`. There is one process per GPU. Without several GPUs,
+the processes use the emulator on the CPU, and gloo instead of NCCL. The faults are:
 
 =========== =======================================================================================
 fault       what happens
 =========== =======================================================================================
 dies        the last rank is killed before a call
-dies inside the last rank is killed in a call, when it would send its first message
+dies-inside the last rank is killed in a call, when it would send its first message
 hangs       the last rank never makes the call
 lengths     the last rank has twice as many rows as the others
 interrupted all ranks get the signal of Ctrl-C while they make calls
@@ -21,12 +19,10 @@ then ends the process with a message, after the timeout of the process group. Su
 ended by a signal.
 """
 
-import argparse
 import json
 import multiprocessing
 import os
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -40,8 +36,8 @@ from typing import Any
 
 from .ring_ranks import slow_rank
 
-FAULTS = ("dies", "dies inside", "hangs", "lengths", "interrupted", "slow")
-VICTIM_DIES = ("dies", "dies inside", "hangs")  # the last rank has no outcome of its own
+FAULTS = ("dies", "dies-inside", "hangs", "lengths", "interrupted", "slow")
+VICTIM_DIES = ("dies", "dies-inside", "hangs")  # the last rank has no outcome of its own
 LIMIT = 120.0  # seconds in which every rank must end
 TIMEOUT = 40.0  # seconds of the process group
 LATE = 3.0  # seconds by which the slow rank is late
@@ -95,7 +91,8 @@ def run(fault: str, ranks: int, device: str, timeout: float = TIMEOUT) -> list[O
             begin = time.monotonic()
             if fault == "interrupted":
                 for process in processes:
-                    os.kill(process.pid or 0, signal.SIGINT)
+                    assert process.pid is not None  # the process has started
+                    os.kill(process.pid, signal.SIGINT)
             watched = processes[:-1] if fault in VICTIM_DIES else processes
             ended: dict[int, float] = {}
 
@@ -215,7 +212,7 @@ def _with_fault(fault: str, call: Callable[..., None], rank: int, ranks: int) ->
         call()
     elif fault == "dies":
         os.kill(os.getpid(), signal.SIGKILL)
-    elif fault == "dies inside":
+    elif fault == "dies-inside":
         with _killing():
             call()
     elif fault == "hangs":
@@ -256,27 +253,27 @@ def _killing() -> Iterator[None]:
         Link.exchange = before  # type: ignore[method-assign]
 
 
-def main() -> int:
-    """Run all faults and print how each rank ended. Return the exit status: 0 if all is well."""
+def check(faults: Sequence[str], ranks: int | None, say: Callable[[str], None]) -> int:
+    """Plant faults, print how each rank ended, and return the exit status: 0 if all is well.
+
+    `ranks` is the number of processes. None: one process per GPU, or 3 without several GPUs. Faults
+    on GPUs are planted at the same time, each in processes of its own. ImportError is raised
+    without torch.
+    """
     import torch
 
-    parser = argparse.ArgumentParser(prog="python -m experiments.beside.ring_faults")
     gpus = torch.cuda.device_count()
-    parser.add_argument("--ranks", type=int, default=gpus if gpus > 1 else 3)
-    parser.add_argument("--faults", nargs="+", choices=FAULTS, default=FAULTS)
-    chosen = parser.parse_args()
-    device = "cuda" if gpus >= chosen.ranks else "cpu"
-    print(f"{chosen.ranks} ranks on {device}", flush=True)
+    ranks = ranks or (gpus if gpus > 1 else 3)
+    device = "cuda" if gpus >= ranks else "cpu"
+    say(f"{ranks} ranks, {'GPUs and NCCL' if device == 'cuda' else 'emulator and gloo'}")
     wrong = 0
-    with ThreadPoolExecutor(len(chosen.faults) if device == "cuda" else 1) as pool:
-        of = pool.map(lambda fault: (fault, run(fault, chosen.ranks, device)), chosen.faults)
-        for fault, outcomes in of:
+    with ThreadPoolExecutor(len(faults) if device == "cuda" else 1) as pool:
+        for fault, outcomes in zip(
+            faults, pool.map(lambda fault: run(fault, ranks, device), faults), strict=True
+        ):
             found = problems(fault, outcomes)
             wrong += bool(found)
-            print(f"{fault}: {'; '.join(found) or 'as it should be'}")
-            print("\n".join(f"  {each}" for each in outcomes), flush=True)
+            say(f"{fault}: {'; '.join(found) or 'as it should be'}")
+            for each in outcomes:
+                say(f"  {each}")
     return int(wrong > 0)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -38,7 +38,7 @@ def test_a_rank_that_says_nothing_is_known_by_its_process(tmp_path):
 
 WORDS = {
     "dies": "not all ranks of the group have called ring_attention in time",
-    "dies inside": "another rank has failed or is late",
+    "dies-inside": "another rank has failed or is late",
     "hangs": "not all ranks of the group have called ring_attention in time",
     "lengths": "q must be equal on all ranks of the group",
     "interrupted": "",
