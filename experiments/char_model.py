@@ -300,9 +300,9 @@ def curves(rows: Sequence[Row], series: str, metric: str, pass_: str) -> dict[in
 
 
 def after(rows: Sequence[Row], series: str, metric: str = "loss") -> list[float]:
-    """Return the values of all seeds after the last step, in nats.
+    """Return the values of a metric after the last training step, one for each random seed.
 
-    All rows must be of one problem.
+    The values are in nats per character. All rows must be of one problem.
     """
     found = curves(rows, series, metric, AFTER)
     return found[max(found)] if found else []

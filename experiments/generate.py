@@ -113,7 +113,8 @@ def _columns(series: str, place: str, sequences: int, keys: int, machine: str) -
 def _traffic(series: str, place: str, n: int, machine: str, moved: float) -> Row:
     """Return the row with the bytes of one sequence for the character that follows n characters.
 
-    `place` is CACHE or WHOLE. `moved` is the number of bytes for all SEQUENCES sequences.
+    `place` is CACHE ("with a cache") or WHOLE ("without one"). `moved` is the number of bytes for
+    all SEQUENCES sequences.
     """
     common = _columns(series, place, SEQUENCES, n, machine)
     return Row(metric="traffic", unit="bytes", value=moved / SEQUENCES, note=place, **common)

@@ -288,7 +288,7 @@ def draw(rows: Sequence[Row]) -> Any:
 
 
 def _looks(series: str) -> str:
-    """Return the name of the series whose colour a step's bar has."""
+    """Return the name of the series that gives the bar of the step `series` its colour."""
     return PEER if series == PEER else "-".join(series.split("-")[:2])
 
 

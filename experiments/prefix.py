@@ -101,8 +101,8 @@ def given(
 ) -> tuple[tuple[np.ndarray, ...], dict[str, Any]]:
     """Return the arguments of a call: (q, k, v), and a dict of options that are arrays.
 
-    `k` and `v` are in pages. `way` is ONCE or BY_EACH, `host` the result of `arrays`, and `sizes`
-    SMALL or LARGE.
+    `k` and `v` are in pages. `way` says how the prefix is read: ONCE for all sequences, or BY_EACH
+    sequence. `host` is the result of `arrays`. `sizes` is SMALL or LARGE.
     """
     q, *of_prefix, k, v = host
     size, own = sizes[-1], sizes[2]
@@ -132,7 +132,8 @@ def given(
 def _told(way: str, problem: Problem, sizes: Sequence[int]) -> tuple[Problem, dict[str, Any]]:
     """Return the problem and the other arguments with which a call over pages is planned.
 
-    `way` is ONCE or BY_EACH, and `sizes` is SMALL or LARGE.
+    `way` says how the prefix is read: ONCE for all sequences, or BY_EACH sequence. `sizes` is SMALL
+    or LARGE.
     """
     first, own, size = prefix_of(problem, sizes), sizes[2], sizes[-1]
     keys = own if way == ONCE else first + own
@@ -247,9 +248,10 @@ def by_way(rows: Sequence[Row], series: str, metric: str) -> dict[Place, dict[st
 
 
 def gains(found: dict[Place, dict[str, float]]) -> dict[int, dict[int, float]]:
-    """Return the number for BY_EACH / the number for ONCE.
+    """Return by what factor reading the prefix once reduces a number, such as bytes or the time.
 
-    `found` is a result of `by_way`. The result is {keys of the prefix: {sequences: ratio}}.
+    The factor is the number for BY_EACH / the number for ONCE. `found` is a result of `by_way`. The
+    result is {keys of the prefix: {number of sequences: factor}}.
     """
     by: dict[int, dict[int, float]] = {}
     for (prefix, sequences), ways in found.items():

@@ -70,9 +70,9 @@ KINDS = {
 class Point:
     """One problem of a class of shapes.
 
-    `kind` is the class, a key of KINDS, and `what` the name of the problem in the class. `passes`
-    are timed. If `beside_mma` is true and the call uses another unit than mma, the call on mma is
-    timed too.
+    `kind` is the class, a key of KINDS. `what` is the name of the problem in the class. `passes`
+    are the passes that are timed. If `beside_mma` is true, a second call on mma is timed for a call
+    that uses another unit.
     """
 
     kind: str

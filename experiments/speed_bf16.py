@@ -71,10 +71,11 @@ def draw(rows: Sequence[Row], half: Sequence[Row] | None = None) -> Any:
 
 
 def _farthest(rows: Sequence[Row]) -> tuple[Any, float, str]:
-    """Return where the ratio bf16 / fp16 is farthest from 1, the ratio, and a text.
+    """Return the call whose ratio bf16 / fp16 is farthest from 1, the ratio, and a text.
 
-    The text is the range "p20 to p80" of the speed in fp16, in TFLOP/s. The text is empty if the
-    speed in bf16 is outside of this range by more than NEAR, or if p20 and p80 are equal.
+    The call is a key of `_at`. The ratio is a ratio of speeds. The text is the range of the speed
+    in fp16 from p20 to p80, in TFLOP/s. The text is empty if the speed in bf16 is outside of this
+    range by more than NEAR, or if p20 and p80 are equal.
     """
     of = _at(rows)
     place = max(of, key=lambda at: abs(math.log(of[at][0].number / of[at][1].number)))

@@ -32,7 +32,11 @@ MOST_TILES = 1024
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
-    """Yield the accesses of each call by closed forms, and then the traced moves."""
+    """Yield the loads and stores of each call by the closed form, and then the moves of its tiles.
+
+    A move is one load or store of some rows of an array by a thread block. The emulator runs the
+    call and traces its moves.
+    """
     problems = options.grid(one_head, (SEQLEN,), (HEAD_DIM,))
     sizes = itertools.product(problems, options.tiles or (TILES,), SERIES)
     work = [(series, problem, fa_numba.Tiles(*size)) for problem, size, series in sizes]

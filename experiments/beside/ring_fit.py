@@ -33,9 +33,11 @@ class Fit:
         The measured speeds with the fitted parameters, if the model was refitted.
     ranks : int
         Largest measured number of GPUs. The model was compared with its calls, or fitted to them.
-    before, error : float
-        Largest relative error on these calls: of the model without and with fitted parameters. The
-        numbers are equal if the model was not refitted.
+    before : float
+        Largest relative error of the model on these calls, without fitted parameters.
+    error : float
+        Largest relative error of the model on these calls, with fitted parameters. Equal to
+        `before` if the model was not refitted.
     elsewhere : float
         Largest relative error of the model for predictions on calls with fewer GPUs; 0 without
         such calls.
@@ -78,9 +80,10 @@ def sizes(rows: Sequence[Row]) -> list[int]:
 def errors(rows: Sequence[Row], machine: Measured, ranks: int) -> dict[Key, float]:
     """Return the relative error of the modelled time of each call from N=32k on.
 
-    An error of 0.1 means that the model predicts a time that is 10 % too long. The key is (series,
-    pass, causal, length). Calls are left out if the length of one GPU's part was not measured on
-    one GPU alone, because their error is one of the extrapolation of that time.
+    The key of an error is (series, pass, causal, length). An error of 0.1 means that the model
+    predicts a time that is 10 % too long. The model needs the time of one GPU alone at the length
+    length / `ranks`. If this time was not measured, the model extrapolates it. Such calls are left
+    out.
     """
     here = ring_rows.over(rows, ranks)
     times = ring_rows.by_key(here, "time")
@@ -100,7 +103,7 @@ def worst(found: Iterable[float]) -> float:
 def fit(rows: Sequence[Row]) -> Fit | None:
     """Compare the model with the measured calls, and refit it if it does not hold.
 
-    Return None if no calls over several GPUs, or not the link, were measured.
+    Return None if no calls over several GPUs were measured, or if the link was not measured.
     """
     measured_sizes = sizes(rows)
     machine = (
@@ -118,7 +121,10 @@ def fit(rows: Sequence[Row]) -> Fit | None:
 
 
 def _refitted(rows: Sequence[Row], machine: Measured, ranks: int) -> Measured:
-    """Return the speeds with the factor and the step time whose largest error is smallest."""
+    """Return `machine` with the two fitted parameters: the factor on call times, and the step time.
+
+    The parameters are those with which the largest relative error of the model is smallest.
+    """
     times = ring_rows.by_key(ring_rows.over(rows, ranks), "time")
     known = errors(rows, machine, ranks)  # only calls whose time the model knows
     points = [

@@ -124,7 +124,9 @@ def _pass(measured: Measured, part: Problem, ranks: int, travels: str, passes: s
 
 
 def _merge_bytes(part: Problem, ranks: int, passes: str) -> int:
-    """Return the bytes that the merging kernel accesses in a step: two results in, one result out.
+    """Return the bytes that the merging kernel accesses in a step.
+
+    The kernel loads two results and stores one result.
 
     The results are O in the forward pass, and dQ, dK and dV in the backward pass. Their running sum
     has 16 bits if there are two ranks, else it is float32.
@@ -231,9 +233,9 @@ def efficiency(
 ) -> float | None:
     """Return the share of a call's time in which GPUs compute attention, by the model.
 
-    The share is the time with an infinitely fast link and merging, and without fitted parameters /
-    the time with the given speeds.
-    Return None if a time is unknown.
+    The share is a ratio of two modelled times. The numerator is the time if the link and the
+    merging kernel were infinitely fast, without fitted parameters. The denominator is the time with
+    the speeds of `machine`. Return None if a time is unknown.
     """
     free = replace(machine, link=float("inf"), merging=float("inf"), slower=1.0, step=0.0)
     time, alone = (

@@ -7,10 +7,11 @@ level calls
 ===== =========================================================================================
 0     the link between GPUs and the kernel that merges results, on all GPUs
 1     N=128k, forward, not causal, on all GPUs: both loop orders, one GPU, torch's ring with cuDNN
-2     the same series in the other passes and masks at N=128k
-3     the same series at the other lengths from 32k to 256k; one GPU at short lengths (the model
-      needs its times)
-4     levels 0 to 3 on fewer GPUs, without one GPU
+2     the series of level 1 in the other passes and masks at N=128k
+3     the series of level 1 at the other lengths from 32k to 256k. One GPU alone also at shorter
+      lengths, because the model needs these times
+4     the calls of levels 0 to 3 on fewer GPUs. The series that runs on one GPU is left out,
+      because its time does not depend on the number of other GPUs
 5     profiles of both loop orders on all GPUs: each rank's busy time, hidden copies
 6     all remaining calls on all GPUs: other series, longer and shorter sequences
 7     all remaining calls on fewer GPUs
@@ -49,8 +50,9 @@ def sizes(gpus: int) -> list[int]:
 def tasks(options: Options, gpus: int) -> list[Task]:
     """Return the calls to time, the most important call first.
 
-    Lengths that cannot be divided evenly among the GPUs are left out. So are calls that would take
-    minutes or too much memory. One GPU alone is timed together with the largest number of GPUs.
+    Lengths that cannot be divided evenly among the GPUs are left out. Calls that would take minutes
+    or too much memory are left out too. The calls on one GPU alone are in the group of the largest
+    number of GPUs.
     """
     lengths = SEQLENS[:1] if options.quick else SEQLENS
     halves = () if options.quick else (SHORTEST, *(N // 2 for N in lengths))
@@ -124,9 +126,11 @@ def _named(row: Row) -> tuple[object, ...]:
 
 
 def _names(task: Task) -> set[tuple[object, ...]]:
-    """Return what `_named` returns for the rows that make a task superfluous.
+    """Return the identifiers of stored rows that make a task superfluous.
 
-    The time of one GPU does not depend on the number of other GPUs.
+    An identifier is what `_named` returns for a row. Usually a task has one identifier. The task of
+    one GPU alone has one identifier for each number of ranks, because its time does not depend on
+    the number of ranks.
     """
     metric = "hidden_copies" if task.profiled else "time"
     ranks = {*SIZES, task.ranks} if task.series == ONE else {task.ranks}

@@ -255,8 +255,8 @@ def _empty_caches() -> Iterator[None]:
 class Alike:
     """A check that compares a result with the first result of the same pass.
 
-    Call the object with a pass and a result. The results may be of different series. It raises
-    WrongResult if they differ too much.
+    Call the object with a pass and a result. Results of different series can be compared in this
+    way. The call raises WrongResult if the result differs too much from the first result.
     """
 
     def __init__(self) -> None:

@@ -81,7 +81,8 @@ def flops(row: Row) -> float:
 def intensity(experiment: str, *by: str, source: str, **fields: Any) -> Quantity:
     """Return the FLOPs per byte of an experiment's calls.
 
-    `by` are the columns that make the place, and `source` says which bytes, such as "dram".
+    `by` are the columns of a row by which the numbers are told apart, such as "seqlen_q". `source`
+    says which bytes are counted, such as "dram". `fields` select the rows.
     """
     of = partial(rows, experiment, *by, source=source, metric="traffic", **fields)
     return of(value=flops) / of()
@@ -93,23 +94,26 @@ BALANCE = rows("memory_hierarchy", metric="speed", series="matmul", dtype="float
 
 
 def growth(series: str, source: str) -> Quantity:
-    """Return how many times the FLOPs per byte grow from one sequence length to the next."""
+    """Return the FLOPs per byte at each sequence length, divided by those at the length before."""
     at = ("head_dim", "seqlen_q")
     return intensity("io_vs_seqlen", *at, source=source, series=series, unit="bytes").steps()
 
 
 def wide_over_narrow(**how: Any) -> Quantity:
-    """Return a number of FA-2's calls at d=128 / the number at d=64. Default: the time."""
+    """Return a number of FA-2's calls at d=128, divided by the same number at d=64.
+
+    The number is the time, unless the fields `how` of the rows contain another metric.
+    """
     calls = partial(rows, "speed_fp16", "pass_", "causal", "seqlen_q", series="fa2-mma",
                     metric="time", **how)  # fmt: skip
     return calls(head_dim=128) / calls(head_dim=64)
 
 
 def over_blocks(series: str, **fields: Any) -> Quantity:
-    """Return a number of the experiment `block_size` at N=1024, over one block size.
+    """Return numbers of the experiment `block_size` at N=1024, by head dimension and block size.
 
-    The columns of FA-1's tiles or the rows of FA-2's tiles vary. The other block size is 64. Only
-    block sizes with a measured time are included.
+    For FA-1 the block size is Bc, and Br is 64. For FA-2 the block size is Br, and Bc is 64. Block
+    sizes without a measured time are left out. `fields` select the rows.
     """
     fixed, varied = ("Br", "Bc") if series.startswith("fa1") else ("Bc", "Br")
     given: dict[str, Any] = {fixed: 64, "seqlen_q": 1024}
@@ -172,9 +176,9 @@ def gain(fused: str, pass_: str) -> Quantity:
 
 
 def won(standard: tuple[str, ...], fused: tuple[str, ...], **case: Any) -> Pair:
-    """Return the time of unfused attention / the time of fused attention, and what the claim says.
+    """Return the time of unfused attention / the time of fused attention, and the claim's bounds.
 
-    `standard` are the unfused series, and `fused` the fused series.
+    `standard` are the unfused series, and `fused` are the fused series. `case` selects the rows.
     """
     by = ("dtype", "head_dim", "batch", "pass_", "seqlen_q")
     times = partial(rows, "crossover", *by, causal=False, **TIMES, **case)
@@ -182,9 +186,11 @@ def won(standard: tuple[str, ...], fused: tuple[str, ...], **case: Any) -> Pair:
 
 
 def opens(*place: Any) -> Bounds:
-    """Return the bounds that claim C9 sets for a gain at a place, which ends with N.
+    """Return the bounds that claim C9 sets for the gain of fused over unfused attention.
 
-    | N | bounds |
+    The last element of `place` is the sequence length N:
+
+    | N | bounds of the gain |
     |---|---|
     | below 1024 | at most 1.15, which counts as no gain |
     | 1024 to 2047 | any number |

@@ -1,8 +1,10 @@
 """Evidence for questions: stored rows, and quantities that are made from rows.
 
-A quantity is a set of numbers by place. A place is a tuple with the values of some columns, such as
-(64, 512) for the head dimension and the sequence length. A series of a quantity is the numbers
-whose places differ in the last part only.
+A quantity maps places to numbers. A place is a tuple with the values of some columns, such as
+(64, 512) for the head dimension and the sequence length. The numbers of a quantity form several
+series. All places of one series are equal except for the last element of the tuple. For example,
+the numbers at (64, 512) and (64, 1024) are in one series, and the number at (128, 512) is in
+another series.
 """
 
 from __future__ import annotations
@@ -54,7 +56,9 @@ Curve = list[tuple[Place, float]]  # a series, sorted by the last part of the pl
 
 @dataclass(frozen=True)
 class Quantity:
-    """Numbers by place, computed from stored rows. Quantities can be divided and subtracted.
+    """A rule that computes {place: number} from stored rows; see the docstring of the module.
+
+    Quantities can be divided and subtracted.
 
     Parameters
     ----------
@@ -74,13 +78,14 @@ class Quantity:
         return self._with(other, lambda a, b: a - b)
 
     def only(self, other: Quantity) -> Quantity:
-        """Return this quantity at the places at which `other` has a number too."""
+        """Return this quantity without the places at which `other` has no number."""
         return self._with(other, lambda a, _: a)
 
     def _with(self, other: Quantity, made: Callable[[float, float], float]) -> Quantity:
         """Return the quantity that `made` computes from two numbers at each common place.
 
-        If `other` has one number only, with the empty place (), this number is used at every place.
+        If `other` has only one number, and its place is the empty tuple, this number is used at
+        every place.
         """
 
         def find(data: Evidence) -> Numbers:
@@ -91,28 +96,32 @@ class Quantity:
         return Quantity(find, tuple(dict.fromkeys((*self.experiments, *other.experiments))))
 
     def where(self, holds: Callable[..., bool]) -> Quantity:
-        """Return this quantity at the places for which `holds` is true.
+        """Return this quantity at the places for which the function `holds` returns True.
 
-        `holds` takes the parts of a place as arguments.
+        `holds` takes the elements of a place as arguments, such as ``holds(64, 512)``.
         """
         return self._along(lambda curve: {p: v for p, v in curve if holds(*p)})
 
     def over(self, at: int) -> Quantity:
-        """Return each series divided by its first number (`at` is 0) or by its last number (-1).
+        """Return the numbers of each series, divided by one number of the same series.
 
-        The divisor itself is left out.
+        The divisor is the first number of the series if `at` is 0, and the last number if `at` is
+        -1. The place of the divisor is left out.
         """
         return self._along(lambda c: {p: v / c[at][1] for p, v in c if p != c[at][0]})
 
     def steps(self) -> Quantity:
-        """Return each number of a series divided by the number before it."""
+        """Return each number divided by the number before it in the same series.
+
+        The first place of each series is left out.
+        """
         return self._along(lambda curve: {b[0]: b[1] / a[1] for a, b in pairwise(curve)})
 
     def power(self) -> Quantity:
         """Return the exponent with which each series grows from its first to its last number.
 
-        The number is proportional to x to the power of the exponent, where x is the last part of
-        the place. The place of an exponent has no last part.
+        The numbers are taken as proportional to x^exponent, where x is the last element of a place.
+        The place of the exponent is the place of the series without x.
         """
 
         def made(curve: Curve) -> Numbers:
@@ -122,7 +131,7 @@ class Quantity:
         return self._along(made)
 
     def most(self) -> Quantity:
-        """Return the largest number of each series. The place has no last part then."""
+        """Return the largest number of each series. Its place lacks the last element."""
         return self._along(lambda curve: {curve[0][0][:-1]: max(value for _, value in curve)})
 
     def _along(self, made: Callable[[Curve], Numbers]) -> Quantity:
@@ -154,14 +163,14 @@ def rows(experiment: str, *by: By, value: Callable[[Row], float] = attrgetter("n
     experiment : str
         Name of the experiment.
     *by : str or callable
-        The parts of the place: columns, or functions of a row.
+        The elements of a place: names of columns, or functions that take a row.
     value : callable, optional
         Takes a row and returns the number. Default: the row's value.
     fold : callable, default sum
         Combines the numbers of rows with equal places.
     none : float, optional
-        The number if no row has these fields, but other rows of the series exist. Default:
-        MissingRows is raised.
+        Number that is used if no row has these fields, but other rows of the series exist.
+        Default: raise MissingRows.
     **fields
         Fields of the rows. A tuple allows several values.
 
@@ -197,8 +206,8 @@ def paper(*by: By, **wanted: Any) -> Quantity:
     Parameters
     ----------
     *by : str or callable
-        The parts of the place: columns of our rows, such as "seqlen_q", or functions of a line of
-        published.csv.
+        The elements of a place: names of columns of our rows, such as "seqlen_q", or functions that
+        take a line of published.csv.
     **wanted
         Columns of figures/data/published.csv and their texts. A tuple allows several texts.
 

@@ -49,7 +49,8 @@ def step(series: str, *names: str) -> Quantity:
 def training(series: str, name: str, metric: str, *by: str, **fields: Any) -> Quantity:
     """Return numbers of one series from the experiment `runtime_memory`, by sequence length.
 
-    `name` is a setting, one of runtime_memory.SETTINGS. `by` are further columns of the place.
+    `name` is a setting, one of runtime_memory.SETTINGS. `by` are further columns of a row by which
+    the numbers are told apart. `fields` select the rows.
     """
     return rows("runtime_memory", *by, "seqlen_q", series=series, place=name, metric=metric,
                 source="measured", value=runtime_memory.shown, **fields)  # fmt: skip
@@ -58,7 +59,8 @@ def training(series: str, name: str, metric: str, *by: str, **fields: Any) -> Qu
 def of_tables(name: str, method: str, metric: str, *by: str) -> Quantity:
     """Return the numbers of the FA-1 paper's Tables 9 to 21, by sequence length.
 
-    The arguments are as for `training`. `method` is one of runtime_memory.METHODS.
+    `name` is a setting, one of runtime_memory.SETTINGS. `method` is one of runtime_memory.METHODS.
+    `metric` is "time" or "memory". `by` are further columns by which the numbers are told apart.
     """
     metric = runtime_memory.PAPER_METRICS[metric]
     return of_fa1(*by, "seqlen_q", method=method, metric=metric, **runtime_memory.SETTINGS[name][0])
@@ -205,9 +207,11 @@ def lead(ours: str, of: str, item: str, method: str, pass_: str, peers: Any) -> 
     | argument | meaning |
     |---|---|
     | ours | our series |
-    | of, item | the paper and its figure |
+    | of | the paper, such as "fa2" |
+    | item | the figure of the paper, such as "Fig. 5" |
     | method | the paper's method with which `ours` is compared |
-    | peers | name of another method in the paper -> our series for this method |
+    | pass_ | "fwd", "bwd" or "fwd+bwd" |
+    | peers | maps another method of the paper to the series that we compare with the method |
     """
     bars = partial(paper, *AT, paper=of, item=item)
     label = "wgmma" if ours == "fa2-wgmma" else "FA-2"

@@ -167,11 +167,11 @@ def judge(
 
 
 def _in_order(points: Iterable[Point], one: bool) -> list[bool]:
-    """Return for each place whether our numbers have the order of the published numbers.
+    """Return for each place whether our numbers have the same order as the published numbers.
 
-    Places that lack a number of a series are left out. Places at which the published numbers have
-    no order are left out too. If `one` is true, the number 1 belongs to every place, so that ratios
-    must be on the published side of 1.
+    A place is left out if a series has no number there. It is also left out if all published
+    numbers there are equal or overlap. If `one` is true, the number 1 is compared too. Our ratio
+    must then be above 1 if the published ratio is above 1, and below 1 if it is below 1.
     """
     places: dict[Place, list[tuple[float, Published]]] = {}
     for point in points:
@@ -194,8 +194,8 @@ def _sign(a: float, b: float) -> int:
 def _order(a: Published, b: Published) -> int:
     """Return 1 if a is larger than b, -1 if b is larger, and 0 if they are equal or overlap.
 
-    Bounds are larger than a number, or than other bounds, if they begin where the other ends, or
-    above. For example, the bounds "1 or more" are larger than the number 1.
+    Bounds are a range. The range a is larger than the number or range b if the lower end of a is at
+    least the upper end of b. For example, the bounds "1 or more" are larger than the number 1.
     """
     a, b = (x if isinstance(x, Bounds) else Bounds(x, x) for x in (a, b))
     return (a.low >= b.high) - (a.high <= b.low)

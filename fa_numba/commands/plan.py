@@ -206,13 +206,19 @@ def run(args: argparse.Namespace) -> str:
 
 
 class _Answer(NamedTuple):
-    """Everything that the command prints. The dictionaries have one entry per algorithm."""
+    """The content of the output of the command.
+
+    ``gpu`` is the GPU for which the calls are planned. ``said`` is a remark about the choice of GPU
+    or dtype, or "". The dictionaries map the name of an algorithm to its plan (``found``), to the
+    estimated times and their limits (``expected``), or to the error message if it cannot be
+    planned (``refused``).
+    """
 
     gpu: Device
-    said: str  # a remark about the choice of GPU or dtype, or ""
+    said: str
     found: dict[str, Plan]
-    expected: dict[str, Expected]  # estimated times, and what limits each plan
-    refused: dict[str, str]  # error messages of the algorithms that cannot be planned
+    expected: dict[str, Expected]
+    refused: dict[str, str]
 
 
 def default_dtype(gpu: Device) -> str:
@@ -318,9 +324,10 @@ def _sheet(gpu: Device) -> list[str]:
 
 
 def _listed(what: str, speeds: dict[str, float | None]) -> str:
-    """Return a line with the known speeds. ``what`` is "bandwidth" (TB/s) or "peak speed".
+    """Return a line of the output with speeds of the GPU, or "" if no speed is known.
 
-    Peak speeds are in TFLOP/s. Return "" if no speed is known.
+    ``what`` is "bandwidth", written in TB/s, or "peak speed", written in TFLOP/s. ``speeds`` maps
+    the name of a memory or of a kind of cores to the speed in bytes or FLOPs per second, or None.
     """
     per_second = "TB/s" if what == "bandwidth" else "TFLOP/s"
     known = ", ".join(f"{name} {x / 1e12:g} {per_second}" for name, x in speeds.items() if x)

@@ -163,7 +163,10 @@ def _k_outer(steps: Sequence[Step]) -> list[tuple[str, ...]]:
 
 
 def _computed(step: Step) -> tuple[str, ...]:
-    """Return the table cells of a step: keys, scores, factor, and the new m, l and o of the row."""
+    """Return the table cells of a step of the online softmax.
+
+    The cells are the keys of the step, their scores, the factor, and the new m, l and o of the row.
+    """
     scores = [f"{x:.3g}" for x in step.on_chip["Sij"][0]]
     shown = " ".join(scores)
     if len(shown) > _SCORES:

@@ -91,9 +91,10 @@ def built_together(
 
 
 def compile_together(kernels: Iterable[Kernel]) -> None:
-    """Compile kernels for the current GPU before their launches; without a GPU, do nothing.
+    """Compile kernels for the current GPU before they are launched.
 
-    This takes less time than calling ``compiled`` of each kernel.
+    This takes less time than calling ``compiled`` of each kernel. Nothing happens if launches run
+    on the emulator.
     """
     if not select.on_gpu():
         return

@@ -158,7 +158,8 @@ def _compilers() -> tuple[tuple[str, str], ...]:
 def _type(ty: Any) -> Any:
     """Return a value that identifies the type of an argument.
 
-    For a named tuple it contains the names of the fields, which Numba's text of the type omits.
+    For a named tuple, the value contains the names of the fields. Numba's text of such a type omits
+    these names.
     """
     if hasattr(ty, "instance_class"):
         return ty.fields, list(map(_type, ty.types))
@@ -190,9 +191,9 @@ def _function(function: FunctionType, seen: dict[FunctionType, str]) -> str:
 def _globals(function: FunctionType) -> list[Any]:
     """Return the names and values that a function reads from its globals.
 
-    The list is empty for a function of an imported module, because ``_sources`` covers the module.
-    A function that was compiled from text, such as a ``score_mod``, has other globals than a
-    module.
+    The list is empty for a function of an imported module, because the key of the kernel already
+    contains the source of the module. A function that was compiled from text, such as a
+    ``score_mod``, has its own globals.
     """
     if function.__globals__ is vars(sys.modules.get(function.__module__, builtins)):
         return []
@@ -212,9 +213,10 @@ def _code(code: CodeType) -> tuple:
 
 
 def _attributes_taken(code: CodeType) -> dict[str, set[str]]:
-    """Map each variable that a function closes over to the attributes that the function reads.
+    """Return the attributes that a function reads from each variable that it closes over.
 
-    An empty name stands for a use of the variable itself, without an attribute.
+    ``code`` is the code of the function. The result maps the name of a variable to the names of
+    attributes. An empty name means that the function uses the variable without an attribute.
     """
     taken: dict[str, set[str]] = {name: set() for name in code.co_freevars}
     for value, attribute in itertools.pairwise(dis.get_instructions(code)):
@@ -236,8 +238,8 @@ def _is_namespace(value: Any) -> bool:
 def _attributes(namespace: ModuleType, names: set[str], seen: dict[FunctionType, str]) -> Any:
     """Return the names and values of the attributes of a namespace that a function reads.
 
-    ``names`` are the attributes. Raise _Unknown if the function uses the namespace itself, for
-    instance assigns it to another name.
+    ``names`` are the attributes. ``seen`` maps functions to hashes that were computed before. Raise
+    _Unknown if the function uses the namespace itself, for instance assigns it to another name.
     """
     if "" in names:
         raise _Unknown(namespace)

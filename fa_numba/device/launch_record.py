@@ -154,8 +154,8 @@ class LaunchRecord:
     def _words(self, ty: Any, value: Any) -> tuple:
         """Return an argument of the Numba type ``ty`` as the words that a compiled kernel expects.
 
-        Numba passes a tuple field by field. It passes an array as meminfo, parent, size, itemsize,
-        data, shape, strides.
+        Numba passes a tuple field by field. Numba passes an array as the words meminfo, parent,
+        size, itemsize, data, shape and strides, in this order.
         """
         if isinstance(ty, types.NamedTuple):
             pairs = zip(ty.types, value, strict=True)

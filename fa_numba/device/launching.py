@@ -163,10 +163,11 @@ def launch(
 
 
 def _give(stream: int | LaunchRecord, step: Callable[[LaunchRecord], None]) -> None:
-    """Call ``step`` with a record to which it adds a launch.
+    """Record a launch or run it, by calling ``step`` with a record.
 
-    If ``stream`` is a record, ``step`` adds to it. Else ``step`` adds to a new record, which then
-    runs on ``stream``.
+    The function ``step`` adds a launch to the record. If ``stream`` is a ``LaunchRecord``, ``step``
+    is called with ``stream``, and nothing runs. Otherwise, ``step`` is called with a new record,
+    which then runs on the stream.
     """
     if isinstance(stream, LaunchRecord):
         step(stream)

@@ -90,7 +90,11 @@ def ptx_of(kernel: Any, capability: tuple[int, int]) -> bytes:
 
 @contextlib.contextmanager
 def _without_repeats() -> Iterator[None]:
-    """Compile inside the context as in ``front_end.without_repeats``, for the other compiler."""
+    """Make numba-cuda-mlir compile faster inside the context.
+
+    Slow functions of its front end are replaced, as ``_replacements`` lists. Python's garbage
+    collector is off. Other threads that compile wait until the context ends.
+    """
     from numba_cuda_mlir.numba_cuda.core.compiler_lock import global_compiler_lock
 
     replacing, collecting = replaced(_replacements()), front_end.without_garbage_collection()
@@ -100,11 +104,12 @@ def _without_repeats() -> Iterator[None]:
 
 @functools.cache
 def _replacements() -> tuple[Replacement, ...]:
-    """Return the replacements of ``front_end`` for functions of the other compiler.
+    """Return faster functions that replace functions of numba-cuda-mlir's front end.
 
-    The other compiler contains a copy of numba-cuda's modules. Only the replacements of the modules
-    ``_FRONT_END`` are used. The replacements of ``lowering`` do not apply, because the other
-    compiler lowers to MLIR.
+    numba-cuda-mlir contains a copy of numba-cuda's modules. The replacements that ``front_end``
+    makes for numba-cuda are therefore made for the copy too. Only the modules ``_FRONT_END`` of
+    ``front_end`` are used. The module ``lowering`` is left out, because numba-cuda-mlir lowers to
+    MLIR.
     """
     found: list[Replacement] = []
     for module in _FRONT_END:
@@ -120,7 +125,7 @@ def _replacements() -> tuple[Replacement, ...]:
 
 
 def array_words(array: Any, address: Any) -> tuple:
-    """Return the words of an array argument that a kernel of the other compiler expects.
+    """Return the words of an array argument that a kernel compiled by numba-cuda-mlir expects.
 
     The words are the address twice, an offset, the shape, and the strides in elements.
     """
@@ -132,10 +137,10 @@ def array_words(array: Any, address: Any) -> tuple:
 
 
 def _translated(ty: Any, to: Any, here: Any) -> Any:
-    """Return the type of the module ``to`` that corresponds to ``ty``, a type of ``here``.
+    """Return the type in the module ``to`` that corresponds to the type ``ty`` in ``here``.
 
-    Both modules contain Numba's types, one of them for the other compiler. Raise
-    NotImplementedError if there is no such type.
+    One of the two modules contains the types of numba-cuda, the other one the types of
+    numba-cuda-mlir. Raise NotImplementedError if ``to`` has no such type.
     """
     if ty == here.none:
         return to.none
@@ -172,7 +177,7 @@ def _here(ty: Any) -> Any:
 
 @functools.cache
 def _renamed(function: FunctionType) -> FunctionType:
-    """Return a copy of a function in which names of numba-cuda refer to the other compiler."""
+    """Return a copy of a function in which names of numba-cuda refer to numba-cuda-mlir."""
     code = function.__code__
     found = {
         name: function.__globals__[name] for name in code.co_names if name in function.__globals__
@@ -217,7 +222,7 @@ def _module(module: ModuleType) -> ModuleType:
 
 
 class _Renamed(ModuleType):
-    """A module of this package, with its attributes replaced for the other compiler."""
+    """A module of this package whose attributes refer to numba-cuda-mlir, not to numba-cuda."""
 
     def __init__(self, module: ModuleType) -> None:
         super().__init__(module.__name__)
@@ -231,9 +236,9 @@ class _Renamed(ModuleType):
 
 @functools.cache
 def _of_record(record: type) -> None:
-    """Register a class of named tuples, so that kernels of the other compiler can create them.
+    """Register a class of named tuples, so that kernels by numba-cuda-mlir can create such tuples.
 
-    The other compiler treats them as plain tuples.
+    numba-cuda-mlir treats named tuples as plain tuples.
     """
     from numba_cuda_mlir import extending
     from numba_cuda_mlir.numba_cuda import types as others
@@ -277,14 +282,14 @@ def _intrinsic(intrinsic: _Intrinsic) -> Any:
 
 
 class _Value:
-    """One or several MLIR values (``made``), with the type that llvmlite would give them."""
+    """A value of MLIR, or a list of values (``made``), with llvmlite's type of the value."""
 
     def __init__(self, made: Any, ty: Any) -> None:
         self.made, self.type = made, ty
 
 
 class _Context:
-    """A stand-in for Numba's target context, with the methods that intrinsics call."""
+    """An object that replaces Numba's target context, with the methods that intrinsics call."""
 
     def make_array(self, ty: Any) -> Callable[..., Any]:
         def made(context: Any, builder: _Builder, value: Any = None) -> Any:
@@ -311,7 +316,7 @@ class _Context:
 
 
 class _Array:
-    """A stand-in for the array structure of Numba that intrinsics read or create.
+    """An object that replaces Numba's array structure, which intrinsics read or create.
 
     ``data`` is the pointer to the elements, and ``strides`` are in bytes.
     """
@@ -354,7 +359,7 @@ def _llvm(ty: Any) -> Any:
 
 
 class _Builder:
-    """A stand-in for llvmlite's builder, with the methods that intrinsics call.
+    """An object that replaces llvmlite's builder, with the methods that intrinsics call.
 
     The methods write MLIR instead of LLVM code.
     """
@@ -379,7 +384,11 @@ class _Builder:
         return self.llvm.StructType.get_literal(list(map(self.type_of, ty.elements)))
 
     def value_of(self, variable: Any, ty: Any) -> Any:
-        """Return a variable of the kernel as a ``_Value``, or as a constant of llvmlite."""
+        """Return the value of a kernel's variable as a ``_Value``, or as a constant of llvmlite.
+
+        ``ty`` is the Numba type of the variable. The result is a constant of llvmlite if the
+        variable is a number that the compiler knows.
+        """
         value, wanted = self.lowering.load_var(variable), _llvm(ty)
         if isinstance(value, (int, float)):
             return ir.Constant(wanted, value)
@@ -405,7 +414,10 @@ class _Builder:
         return self.arith.constant(ty, self.mlir.FloatAttr.get(ty, float(value.constant)))
 
     def one_axis(self, memory: Any, length: int, element: Any) -> Any:
-        """Return a 1-D array of ``length`` elements at a generic pointer."""
+        """Return a 1-D array (an MLIR memref) that begins at the generic pointer ``memory``.
+
+        ``length`` is the number of elements, and ``element`` is llvmlite's type of an element.
+        """
         described = self.lowering._build_memref_descriptor(memory, [length], [1])
         unknown = self.mlir.ShapedType.get_dynamic_size()
         layout = self.mlir.StridedLayoutAttr.get(unknown, [unknown])

@@ -58,7 +58,10 @@ class Program(NamedTuple):
 
 
 class Template(NamedTuple):
-    """A function's syntax tree as text with gaps, and a reference to an outside name per gap."""
+    """A function's syntax tree as text, in which gaps replace the names from outside the function.
+
+    ``references`` contains the replaced name of each gap, in order.
+    """
 
     text: str
     references: tuple[Reference, ...]
@@ -67,8 +70,8 @@ class Template(NamedTuple):
 class Reference(NamedTuple):
     """An outside name with its attributes, such as ("math", "exp") for ``math.exp``.
 
-    If ``keyword`` is set, it is the name of an argument in a call of the named function. The
-    reference then stands for the position of this argument.
+    If ``keyword`` is not empty, it is the name of an argument in a call of the named function. The
+    reference then represents the position of this argument.
     """
 
     names: tuple[str, ...]

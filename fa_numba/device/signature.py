@@ -30,16 +30,16 @@ def result_type(planes: int, ndim: int):
 def boxed_type(planes: int, ndim: int, ends: bool = False):
     """Return the Numba type of O in kernels with a copy engine (TMA).
 
-    With one plane, O is stored by the copy engine. With several planes, O is stored directly from
-    registers, in float32.
+    With one plane, the copy engine stores O, and O has 16 bits. With several planes, O is stored
+    directly from registers, in float32. ``ends`` is the field of ``TiledArray``.
     """
     return tiled_type(ndim, ends) if planes == 1 else array_type(ndim)
 
 
 def arguments(arrays: Iterable, floats: int, integers: int, options: types.Type) -> tuple:
-    """Return the Numba types of a kernel's arguments.
+    """Return the Numba types of a kernel's arguments, in order.
 
-    These are the types of ``arrays``, ``floats`` times float32, ``integers`` times int32, and the
-    type of the options.
+    The types are: the types ``arrays``, then float32 for each of ``floats`` numbers, then int32 for
+    each of ``integers`` numbers, and at last the type ``options``.
     """
     return *arrays, *[types.float32] * floats, *[types.int32] * integers, options

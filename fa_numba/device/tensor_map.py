@@ -33,7 +33,10 @@ _MAP = ir.LiteralStructType([ir.ArrayType(ir.IntType(64), MAP_BYTES // 8)])
 
 
 class MapType(types.Type):
-    """The Numba type of a tensor map: in kernels, the address of a parameter of 128 bytes."""
+    """The Numba type of a tensor map.
+
+    In a kernel, a value of this type is the address of the tensor map, a parameter of 128 bytes.
+    """
 
     def __init__(self) -> None:
         super().__init__(name="TensorMap")
@@ -102,12 +105,13 @@ class TiledArray:
     With n heads, the axis of heads counts groups of n heads. A box has rows // n rows of each head
     of the group, ordered by row.
 
-    With ``ends``, rows are counted from the end of a sequence. Take a sequence of N rows that ends
-    before row e of batch entry b and head h. Its row r has the index r + ``WRAPS`` - N along the
-    axis "row", and the index b steps[0] + h steps[1] + e steps[2] along the axis "end". Elements
-    outside of the sequence are then outside of the map: they are read as zeros and not written. A
-    map must not begin before the memory of the array. The axis "back" therefore subtracts
-    ``WRAPS`` rows from the address at its index ``WRAPS``, as addresses wrap around at 2^64.
+    With ``ends``, rows are counted from the end of a sequence. For example, a sequence of N rows
+    ends before row e of batch entry b and head h. Row r of this sequence has the index
+    r + ``WRAPS`` - N along the axis "row", and the index b steps[0] + h steps[1] + e steps[2] along
+    the axis "end". Elements outside of the sequence are then outside of the map: they are read as
+    zeros and not written. A map must not begin before the memory of the array. The index ``WRAPS``
+    along the axis "back" therefore subtracts ``WRAPS`` rows from the address, because addresses
+    wrap around at 2^64.
     """
 
     array: Any

@@ -17,7 +17,11 @@ _EMULATED = (9, 0)
 
 
 class Ahead(NamedTuple):
-    """What ``compile_ahead`` did: how many kernels it compiled, and how many were stored before."""
+    """The result of ``compile_ahead``: two numbers of kernels.
+
+    ``compiled`` is the number of kernels that the call compiled. ``stored`` is the number of
+    kernels that were on disk before the call.
+    """
 
     compiled: int
     stored: int

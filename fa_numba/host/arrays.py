@@ -59,7 +59,10 @@ class Operand:
 
     @property
     def _used_strides(self) -> tuple[int, ...]:
-        """The strides in bytes. Axes of length 0 or 1 get a fixed stride, as no index uses it."""
+        """The strides in bytes. Each axis of length 0 or 1 gets a fixed stride.
+
+        No access uses the stride of such an axis.
+        """
         return used_strides(self.shape, self.strides, STORED[self.dtype].bytes)
 
     @property
@@ -95,7 +98,11 @@ def _name(dtype: np.dtype) -> str:
 
 
 def variable_of(name: str) -> str:
-    """Return the variable in the name of an array: "x" of "x in score_mod, a lambda (...),"."""
+    """Return the name of the variable that contains an array, for an error message.
+
+    ``name`` is the text by which error messages name the array. It begins with the variable. For
+    the text ``x in score_mod, a lambda (...),`` the result is ``x``.
+    """
     return name.split()[0]
 
 

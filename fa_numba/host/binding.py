@@ -41,13 +41,17 @@ PAGING = ("block_table", "kv_lens")
 
 @dataclass(frozen=True)
 class Paging:
-    """The block table of a call, with the lengths of the sequences (``kv_lens``)."""
+    """The block table of a call, with the lengths of the sequences (``kv_lens``).
 
-    shape: tuple[int, ...] | None = None  # of the table; None without a table
-    table: np.ndarray | None = None  # the table, if it is on the host
-    # The table and the lengths that are on a GPU, by name.
+    ``shape`` is the shape of the table, or None without a table. ``table`` is the table if it is on
+    the host. ``arrays`` maps names to the arrays that are on a GPU: the table, the lengths or both.
+    ``checked`` contains copies of the table and of the lengths on the host, if their values must be
+    checked.
+    """
+
+    shape: tuple[int, ...] | None = None
+    table: np.ndarray | None = None
     arrays: Mapping[str, Operand] = field(default_factory=dict)
-    # Copies of table and lengths on the host, if their values must be checked.
     checked: tuple[np.ndarray, np.ndarray] | None = None
 
 
@@ -181,9 +185,9 @@ class Binding:
         return replace(self, arrays={**self.arrays, **found})
 
     def visited(self, problem: Problem, tiles: Tiles) -> np.ndarray | None:
-        """Return which tiles a call visits, as an array of bool on the host.
+        """Return an array of bool on the host that says which tiles of S a call visits.
 
-        Return None without a block mask.
+        Return None if the call has no block mask.
         """
         mask = self.block_mask
         if isinstance(mask, BlockMask):
@@ -192,7 +196,7 @@ class Binding:
 
     @property
     def seeds(self) -> dict[str, int]:
-        """The 32-bit words of seed and offset, from which dropout draws, by the kernels' names."""
+        """The seed and the offset of dropout as 32-bit words, by the names that kernels use."""
         return dict(zip(_SEEDS, seed_words(self.seed, self.offset), strict=True))
 
     def values(
@@ -200,8 +204,8 @@ class Binding:
     ) -> dict[str, Any]:
         """Return the fields of the kernels' last argument, ``options``, by name.
 
-        There are fields only for options that the call uses. ``given`` contains launch arguments by
-        name, and ``score_unit`` is a factor of the scores (both as in ``options.Bound``).
+        There are fields only for options that the call uses. ``given`` maps names to the arrays and
+        numbers of the launches. ``score_unit`` is a factor of the scores, log2(e) or 1.
         """
         given = {**given, **self.numbers}
         mask: Any = self.block_mask
@@ -227,7 +231,11 @@ class Binding:
 
 
 def _used(name: str, option: str, mod: Any) -> str:
-    """Return how messages name an array that a caller's function captures as ``name``."""
+    """Return the text by which error messages name a captured array.
+
+    ``name`` is the variable in the caller's function ``mod`` that contains the array. ``option`` is
+    the argument that takes the function, such as "score_mod".
+    """
     return f"{name} in {option}, {mod},"
 
 

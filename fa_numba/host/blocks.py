@@ -39,9 +39,9 @@ MOST_ROWS = 1024
 class Lists:
     """The arrays of a block mask that kernels read, for each tile size and device.
 
-    ``made`` contains the arrays for blocks of ``size``, by name. ``seqlens`` are the numbers of
-    rows and columns of S. The arrays for another tile size are computed on the host when they are
-    first needed. Each array is computed once, and copied once to each device.
+    ``made`` maps names to the arrays for blocks of the size ``size``. ``seqlens`` are the numbers
+    of rows and columns of S. The arrays for another tile size are computed on the host when they
+    are first needed. Each array is computed once, and copied once to each device.
     """
 
     def __init__(self, made: Mapping[str, Any], size: BlockSize, seqlens: tuple[int, int]) -> None:
@@ -54,15 +54,16 @@ class Lists:
     def __reduce__(self) -> tuple[Any, ...]:
         """Return the function and the arguments with which ``pickle`` loads this object.
 
-        Only the states of the mask's own blocks are stored. Their lists are on the host after
-        loading.
+        Only the states of the blocks are stored, for the block size with which the mask was made.
+        Loading computes the other arrays from the states, on the host.
         """
         return _of_states, (self.states(), self._size, self._seqlens)
 
     def at(self, ordinal: int, size: BlockSize | None = None) -> Mapping[str, Operand]:
         """Return the arrays for tiles of ``size``, by name, on a GPU or on the host.
 
-        ``ordinal`` is the number of the GPU, or HOST. ``size`` None means the mask's own blocks.
+        ``ordinal`` is the number of the GPU, or HOST. If ``size`` is None, the tiles have the block
+        size with which the mask was made.
         """
         size = size or self._size
         there = self._at.get(size)
@@ -99,9 +100,9 @@ class Lists:
         return self._states[size]
 
     def visited(self, size: BlockSize | None = None) -> np.ndarray:
-        """Return whether each tile of ``size`` is visited, on the host.
+        """Return an array of bool on the host that says which tiles of ``size`` are visited.
 
-        The result is bool and has the shape of ``states(size)``.
+        The array has the shape of ``states(size)``.
         """
         size = size or self._size
         if size not in self._visited:

@@ -136,8 +136,9 @@ def by_heads(problem: Problem, array: Any) -> Any:
 def heads_first(array: Any, turned: bool, packed: bool = False) -> Any:
     """Return an array with the axes (batch, heads, rows, ...), without a copy.
 
-    ``turned`` says that an array with four axes is (B, N, H, d). ``packed`` says that matrices are
-    (total, H, d) and row values are (H, total); the result then has a batch axis of length 1.
+    If ``turned`` is True, an array with four axes is (B, N, H, d), and its axes are exchanged. If
+    ``packed`` is True, a matrix is (total, H, d) and an array with one number per row is
+    (H, total). The result of a packed array has a batch axis of length 1.
     """
     if len(array.shape) == 4:  # matrices that are not packed, and pages of K and V
         return device.permuted(array, (0, 2, 1, 3)) if turned else array

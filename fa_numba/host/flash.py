@@ -80,10 +80,10 @@ def forward(request: Request, chosen: Chosen[Unit]) -> Plan:
 
 
 def _as_bound(boxes: Argument | None, of: Argument, spec: Any) -> Argument:
-    """Return the argument of a kernel for a matrix that is split into planes.
+    """Return the kernel argument that passes the planes of a matrix instead of the matrix.
 
-    ``of`` is the name of the planes. ``boxes`` is the kernel's argument for the matrix without
-    planes. If the kernel copies that matrix in boxes, it copies the planes in boxes too.
+    ``of`` is the name of the array with the planes. ``boxes`` is the argument that would pass the
+    matrix. If ``boxes`` describes copies in boxes by the copy engine, the result does too.
     """
     return replace(boxes, name=str(of), dtype=spec.dtype) if isinstance(boxes, Boxes) else of
 
@@ -139,9 +139,11 @@ def _row_sums_of_planes(request: Request) -> Launch:
 
 
 def _split_sums(request: Request, heads: int, splits: int) -> tuple[Buffer, ...]:
-    """Return the buffers for O, l and m of every key split (``options.SPLIT_SUMS``).
+    """Return the buffers in which FA-2's key splits store their O, l and m.
 
-    ``heads`` query heads share a row tile. Their rows alternate in the buffers.
+    ``heads`` is the number of query heads that share a row tile. In the buffers, the rows of these
+    heads alternate. ``splits`` is the number of key splits. The names of the buffers are
+    ``options.SPLIT_SUMS``.
     """
     batch, heads_q, rows = request.row_shape
     shape = (splits, batch, heads_q // heads, rows * heads)
@@ -150,9 +152,10 @@ def _split_sums(request: Request, heads: int, splits: int) -> tuple[Buffer, ...]
 
 
 def _merge(request: Request, heads: int, splits: int) -> Launch:
-    """Return the launch that merges the key splits of each row (``kv_splits``).
+    """Return the launch that merges the results of the key splits of each row.
 
-    ``heads`` query heads share a row tile.
+    ``heads`` is the number of query heads that share a row tile. ``splits`` is the number of key
+    splits.
     """
     p = request.problem
     features = replace(PLAIN, packed=request.features.packed)
@@ -282,10 +285,11 @@ def _sum(name: str, shape: tuple[int, ...], zeroed: bool = False) -> Buffer:
 def _rounding(
     request: Request, A: str, out: str, scale: Argument, keys: bool = False, splits: int = 1
 ) -> Launch:
-    """Return the launch for ``out`` = ``scale`` A, rounded to the dtype of the call.
+    """Return the launch that computes ``out`` = ``scale`` A, rounded to the dtype of the call.
 
-    ``A`` is the name of a float32 sum. If it consists of several ``splits``, the kernel adds these
-    first. With ``keys``, ``out`` has as many rows as K. Otherwise, it has as many rows as Q.
+    ``A`` is the name of a float32 array. If ``splits`` is above 1, the array contains this number
+    of parts, and the kernel adds the parts first. If ``keys`` is True, ``out`` has as many rows as
+    K. Otherwise, it has as many rows as Q.
     """
     unit, p = UNITS[request.unit], request.problem
     d = p.d_v if out == "dV" else p.head_dim
@@ -296,9 +300,9 @@ def _rounding(
 
 
 def _rounding_of_fragments(request: Request) -> tuple[Launch, Buffer]:
-    """Return the launch that rounds the sum of dQ, and the buffer of the sum.
+    """Return the launch that rounds the float32 sum of dQ to dQ, and the buffer of the sum.
 
-    The elements of the sum are in the order of tensor-core fragments (float32).
+    The elements of the sum are stored in the order of tensor-core fragments.
     """
     kernels, p = UNITS[request.unit].kernels.rows, request.problem
     kernel = kernels.make_round_fragments(p.head_dim, p.dtype)

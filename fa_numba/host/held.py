@@ -27,11 +27,16 @@ COPIED_BYTES = 1 << 20  # arrays of at most this size are copied, larger arrays 
 
 @dataclass(frozen=True)
 class Watched:
-    """A captured array that must not change."""
+    """A captured array that must not change between calls.
 
-    name: str  # for messages
-    state: Callable[[], Any]  # returns another result after the array was changed
-    given: Any  # what ``state`` returned when the function was passed
+    ``name`` is the text for messages. ``state`` returns a value that differs after a change of the
+    array. ``given`` is the value that ``state`` returned when the caller's
+    function was passed.
+    """
+
+    name: str
+    state: Callable[[], Any]
+    given: Any
 
 
 _watched: WeakKeyDictionary[FunctionType, tuple[Watched, ...]] = WeakKeyDictionary()
@@ -107,7 +112,10 @@ def _state(found: Operand, value: Any, of_torch: bool) -> Callable[[], Any] | No
 
 
 def _stored(array: np.ndarray) -> np.ndarray:
-    """Return the array without repeated elements: axes with a stride of 0 get the length 1."""
+    """Return a view of an array without the elements that broadcasting repeats.
+
+    Axes with a stride of 0 get the length 1.
+    """
     return array[tuple(slice(1 if step == 0 else None) for step in array.strides)]
 
 

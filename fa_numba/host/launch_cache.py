@@ -63,7 +63,8 @@ class Call(NamedTuple):
     def with_blocks(self, tile: BlockSize | None) -> Call:
         """Return the call with the addresses of the block mask's arrays inserted in ``pointers``.
 
-        The arrays are those for tiles of the size ``tile``. None means the mask's own blocks.
+        ``tile`` is the tile size for which kernels read the arrays. None means the block size with
+        which the mask was made.
         """
         if self.block_mask is None:
             return self
@@ -75,7 +76,7 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class KeptCall:
-    """The recorded launches of a call that succeeded, and what later equal calls need for them."""
+    """The recorded launches of a call that succeeded, and the facts for replaying the launches."""
 
     recording: LaunchRecord
     library: str  # the library of the results
@@ -100,11 +101,12 @@ class KeptCall:
         return made if out is None else [out, *made]
 
     def may_overlap(self, pointers: Sequence[int]) -> bool:
-        """Return whether a written array may share memory with another array.
+        """Return whether an array that the kernels write may share memory with another array.
 
-        ``pointers`` are the new addresses of the arrays. Two arrays share no memory if the distance
-        of their addresses is the distance that was checked at the first call. This finds, for
-        example, that interleaved pages of K and V do not overlap.
+        ``pointers`` are the addresses of the arrays in the new call. Two arrays share no memory if
+        they cover different ranges of addresses. They also share no memory if the distance between
+        their addresses is the same as in the first call, which checked the arrays. Interleaved
+        pages of K and V, for example, pass this second test.
         """
         spans = [
             (p + begin, p + end) for p, (begin, end) in zip(pointers, self.extents, strict=True)
@@ -187,7 +189,7 @@ def describe_call(
 
 
 def _describe_plain(key: list[Any], arrays: Sequence[Any]) -> Call | None:
-    """Return the key and the addresses of a call without options, of which ``key`` is the start."""
+    """Return the key and the addresses of a call without options. The key begins with ``key``."""
     pointers: list[int] = []
     ordinal = HOST
     for array in arrays:
@@ -229,10 +231,11 @@ def _add_captured(found: mods.Captured, key: list[Any], arrays: list[Any]) -> No
 
 
 def _content(name: str, value: Any) -> tuple | None:
-    """Return the part of the key for an array whose values matter: dtype, shape and content.
+    """Return the part of the key for an array on whose values the launches depend.
 
-    ``name`` is "block_mask" or the name of lengths. Return None if the checks of the call must
-    decide whether the array is valid.
+    The part contains the dtype, the shape and the content of the array. ``name`` is the option:
+    "block_mask", or an option that takes lengths. Return None if the array may be invalid, so that
+    the checks of the call must decide.
     """
     kind, torch = type(value), sys.modules.get("torch")
     blocks = name == "block_mask"
@@ -282,14 +285,15 @@ def run_and_keep(
 ) -> list[Any]:
     """Execute a plan on the current device, store its launches, and return the results.
 
-    The results are new arrays of the inputs' library. The first result is ``target``, if given. On
-    a GPU, the launches are recorded first and then replayed. The recording is stored for calls that
-    equal ``call``, unless ``call`` is None or the inputs are host arrays. Host arrays are copied to
-    the GPU. The results, and the inputs that the plan updates, are copied back.
+    The results are new arrays of the inputs' library. If ``target`` is not None, it is the first
+    result. On a GPU, the launches are recorded first and then replayed. The recording is stored for
+    later calls that are equal to ``call``. Nothing is stored if ``call`` is None, or if the inputs
+    are host arrays. If a GPU runs the call, host arrays are copied to the GPU. The results and the
+    inputs that the plan updates are then copied back.
 
-    ``inputs`` has the names that the plan's launches use. ``run(arrays, stream)`` launches the
-    kernels, where ``arrays`` contains the inputs, the outputs and ``words`` by name. ``words`` are
-    integers that change from call to call.
+    ``inputs`` maps the names in the plan's launches to the inputs. ``words`` maps names to integers
+    that change from call to call. The function ``run(arrays, stream)`` launches the kernels, where
+    ``arrays`` maps names to the inputs, the outputs and ``words``.
     """
     operands = list(inputs.values())
     library = operands[0]

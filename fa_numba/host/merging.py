@@ -55,10 +55,10 @@ def merge_backward(
 def _whole(
     name: str, beside: Mapping[str, Any], outputs: Any, lses: Any, layout: Any, stream: Any
 ) -> list:
-    """Check the parts, and return the results of ``merge_all`` or ``merge_backward``.
+    """Check the arguments, and return the results of ``merge_all`` or ``merge_backward``.
 
-    ``name`` is "merge" or "merge_backward". ``beside`` contains the arrays of the call in addition
-    to ``outputs`` and ``lses``, by name.
+    ``name`` is "merge" or "merge_backward". ``beside`` maps names to the arrays that the call takes
+    in addition to ``outputs`` and ``lses``.
     """
     for said, parts in (("outputs", outputs), ("lses", lses)):
         if not isinstance(parts, (list, tuple)):
@@ -92,10 +92,14 @@ def _merged(
 ) -> list:
     """Check the arrays and execute a merge, or replay an earlier call from the launch cache.
 
-    ``key`` is the part of the launch cache's key that is not an array. ``planned`` is a function
-    that returns the plan. Its arguments are: the sizes (B, H, N, d); a pair with the shapes of an
-    output and of its logsumexps; the dtypes of the outputs; and whether all rows are aligned.
-    ``updated`` are the names of the inputs to which the kernels write. Return the plan's outputs.
+    Return the outputs of the plan. ``key`` contains the arguments of the call that are not arrays,
+    for the launch cache. ``arrays`` maps names to the arrays. ``updated`` are the names of the
+    arrays to which the kernels write. ``planned`` is a function that returns the plan and takes
+
+    - the sizes (B, H, N, d),
+    - a pair with the shape of an output and the shape of its logsumexps,
+    - the dtypes of the outputs,
+    - whether all rows are aligned.
     """
     call = launch_cache.describe_call(key, tuple(arrays.values()), {})
     found = launch_cache.replay(call, None, stream)
@@ -202,7 +206,10 @@ def plan_of_merge_backward(
 
 
 def merge(x: Any, x_lse: Any, y: Any, y_lse: Any, lse: Any, layout: str = "bhnd") -> None:
-    """Merge the result y into x: write the output over the columns of both to x, and L to ``lse``.
+    """Merge two attention results over different columns, and write the merged result.
+
+    x and y are the two outputs, and ``x_lse`` and ``y_lse`` are their logsumexps. The merged output
+    replaces x. The merged logsumexp is written to ``lse``.
 
     x and y are (B, H, N, d), or (B, N, H, d) with ``layout="bnhd"``. They may be float32, float16
     or bfloat16, with any strides. ``x_lse``, ``y_lse`` and ``lse`` are float32 (B, H, N). ``lse``
@@ -224,11 +231,12 @@ def plan_of_merge_in_place(
     lse: bool,
     features: Features = PLAIN,
 ):
-    """Return the plan that merges or adds y to x, in the memory of x.
+    """Return the plan that merges y into x, or adds y to x. The result replaces x.
 
-    ``sizes`` is (B, H, N, d), and ``dtypes`` are the dtypes of x and y. With ``lse``, x and y are
-    weighted by their logsumexps; without it, they are added. ``aligned`` says that the rows of both
-    start at 16-byte addresses. If ``features`` contains ``q_lens``, y counts only in valid rows.
+    ``sizes`` is (B, H, N, d), and ``dtypes`` are the dtypes of x and y. If ``lse`` is True, x and y
+    are weighted by their logsumexps. If ``lse`` is False, they are added. ``aligned`` says that the
+    rows of x and of y start at 16-byte addresses. If ``features`` contains ``q_lens``, y counts
+    only in valid rows.
     """
     batch, heads, rows, d = sizes
     how = (d, *dtypes, dtypes[0], aligned, features)

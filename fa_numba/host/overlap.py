@@ -28,9 +28,9 @@ def _addresses(memory: Operand) -> np.ndarray:
 
 
 def extent(a: Operand) -> tuple[int, int]:
-    """Return begin and end of the bytes that ``a`` covers, relative to the address of ``a``.
+    """Return (begin, end) of the bytes that ``a`` covers, relative to the address of ``a``.
 
-    The begin is negative if an axis has a negative stride.
+    ``begin`` is negative if an axis of ``a`` has a negative stride.
     """
     reach = [(n - 1) * stride for n, stride in zip(a.shape, a.strides, strict=True)]
     first, last = sum(min(0, n) for n in reach), sum(max(0, n) for n in reach)

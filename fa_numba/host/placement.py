@@ -69,8 +69,9 @@ def check_size(plan: Plan) -> None:
 def check_steps(plan: LaunchPlan, of: str, steps: int = 0, instead: str = "") -> None:
     """Raise ValueError if the emulator would take longer than EMULATOR_SECONDS for the launches.
 
-    ``steps`` is the number of multiply-adds. The steps of the threads are added to it. ``of`` is
-    the subject of the message, such as "x of shape (2, 8)". ``instead`` is advice at its end.
+    The estimate counts ``steps``, the number of multiply-adds, and a fixed number of steps for each
+    thread. ``of`` is the subject of the message, such as "x of shape (2, 8)". ``instead`` is the
+    advice at the end of the message.
     """
     steps += sum(STEPS_PER_THREAD * math.prod(k.grid) * k.threads for k in plan.kernels)
     unit = plan.decided.unit if isinstance(plan, Plan) else Unit
@@ -130,7 +131,10 @@ def _current_stream_of_torch(ordinal: int) -> int:
 
 
 def stream_handle(stream: Any, q: Any) -> int:
-    """Return the address of ``stream``, or of the current stream of q's library if it is None.
+    """Return the address of a CUDA stream.
+
+    This is the address of ``stream``. If ``stream`` is None, it is the address of the current
+    stream of q's library.
 
     ``q`` needs the attributes ``library`` and ``ordinal``. The address 0 stands for the default
     stream, or for no stream on the emulator. Raises TypeError if ``stream`` is not a stream, and

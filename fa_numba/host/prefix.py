@@ -217,9 +217,10 @@ def _plan_of_both(
 ) -> PrefixPlan:
     """Return the plan of a call with a prefix.
 
-    ``prefix`` is the problem of the pass over the prefix. ``aligned`` says whether rows are aligned
-    (as in ``Request``): in the pass over the own keys, in the pass over the prefix, and in O.
-    ``gathered`` says that q is copied first.
+    ``problem`` is the problem of the pass over the own keys of each sequence. ``prefix`` is the
+    problem of the pass over the prefix. ``aligned`` contains three values: whether the rows are
+    aligned in the pass over the own keys, in the pass over the prefix, and in O. ``gathered`` says
+    that a kernel first copies q to contiguous memory.
     """
     with_lse = replace(choices, return_lse=True)
     own, of_prefix = map(Request.here, (with_lse,) * 2, (problem, prefix), aligned)
@@ -232,7 +233,9 @@ def _planned(
 ) -> PrefixPlan:
     """Return the plan of the two passes and the merge. Plans are cached.
 
-    ``aligned`` says that the rows of O are aligned. ``gathered`` says that q is copied first.
+    ``of_own`` and ``of_prefix`` are the requests for the pass over the own keys and for the pass
+    over the prefix. ``aligned`` says that the rows of O are aligned. ``gathered`` says that a
+    kernel first copies q to contiguous memory.
     """
     own, prefix = planning.planned(of_own), planning.planned(of_prefix)
     p, one = own.problem, (1, own.problem.heads_q, prefix.problem.seqlen_q)
@@ -268,9 +271,10 @@ def _planned(
 
 
 def _again(of_own: Request, *others: Any) -> PrefixPlan:
-    """Make the plan of ``_planned`` again, for the device that the requests name.
+    """Return the plan that ``_planned`` returns, for the device that the request ``of_own`` names.
 
-    ``pickle`` calls this function when it loads a plan.
+    ``pickle`` calls this function when it loads a plan. ``others`` are the other arguments of
+    ``_planned``.
     """
     with planning.planning_for(of_own):
         return _planned(of_own, *others)

@@ -13,10 +13,11 @@ from fa_numba.kernels.sink_gradients import make_sink_gradients
 
 
 def row_sums(request: Request, clears: bool, fragments: bool = False) -> Launch:
-    """Return the launch for D = rowsum(dO o O) - dL, where dL is 0 without ``dlse``.
+    """Return the launch that computes D = rowsum(dO o O) - dL, where dL is 0 without ``dlse``.
 
-    With ``clears``, the kernel also sets the sum of dQ to 0. ``fragments`` says that the elements
-    of that sum are in the order of tensor-core fragments. It needs ``clears``.
+    If ``clears`` is True, the kernel also sets the float32 sum of dQ to 0. If ``fragments`` is
+    True, the elements of this sum are in the order of tensor-core fragments, and ``clears`` must
+    be True too.
     """
     kernels, p = UNITS[request.unit].kernels.rows, request.problem
     batch, heads, rows, _ = request.q_shape
@@ -34,8 +35,8 @@ def row_sums(request: Request, clears: bool, fragments: bool = False) -> Launch:
 def gradients(request: Request, has_d: bool) -> tuple[list[Launch], list[Buffer]]:
     """Return the launches that compute the gradient of the sinks, and their workspace.
 
-    Both lists are empty without ``return_dsinks``. ``has_d`` says that the pass computes D anyway.
-    If not, a launch and a buffer for D are added.
+    Both lists are empty without ``return_dsinks``. ``has_d`` says that another launch of the pass
+    computes the row sums D. If ``has_d`` is False, a launch and a buffer for D are added here.
     """
     if not request.choices.return_dsinks:
         return [], []

@@ -128,11 +128,11 @@ def _matrix(name: str, request: Request) -> Buffer:
 
 
 def row_elements(Nk: int, limit: int, dtype: DType, max_warps: int, rows: int = 1) -> int:
-    """Return the number of elements of shared memory for a row of S.
+    """Return the number of elements of shared memory that a kernel reserves for a row of S.
 
-    The number is a power of two if that fits, so that few different kernels are compiled. It is 0
-    if the shared memory, ``limit`` bytes, is too small for ``rows`` rows of Nk elements and two
-    float32 numbers per warp.
+    ``Nk`` is the length of a row, ``rows`` the number of rows of a thread block, and ``limit`` the
+    shared memory in bytes. The result is a power of two if it fits, so that few different kernels
+    are compiled. The result is 0 if the rows and two float32 numbers per warp do not fit.
     """
     most = (limit - 8 * max_warps) // (16 * rows) * dtype.chunk  # a multiple of 16 bytes
     if most < Nk:
@@ -141,5 +141,8 @@ def row_elements(Nk: int, limit: int, dtype: DType, max_warps: int, rows: int = 
 
 
 def row_warps(Nk: int, dtype: DType, max_warps: int) -> int:
-    """Return the number of warps for a row of S, a power of two: about 16 bytes per thread."""
+    """Return the number of warps that share a row of S. Each thread takes about 16 bytes.
+
+    The number is a power of two, or ``max_warps``.
+    """
     return min(max_warps, max(1, power_of_two(Nk) // (32 * dtype.chunk)))

@@ -76,10 +76,11 @@ class Kind:
         return sys.modules["torch"].float32 if wide else self.like[0].dtype
 
     def part(self, span: Span, wide: bool, empty: bool = False) -> Part:
-        """Return a new part for the rows ``span`` with the values of rows that see no column.
+        """Return a new part for the rows from ``span[0]`` to ``span[1]``, initialised.
 
-        These values are 0, and -inf for L. With ``empty``, the memory is not initialised. ``wide``
-        is as in ``dtype``.
+        The initial values are 0, and -inf for L. They are the results of a row that sees no column.
+        With ``empty``, the memory is not initialised. The matrices are float32 if ``wide`` is True.
+        Otherwise, they have the dtype of q.
         """
         if not self.like:
             return Part()

@@ -18,13 +18,14 @@ _PASSES = {"fwd": ("fwd",), "bwd": ("bwd",), "fwd+bwd": ("fwd", "bwd")}
 def plans(rows: Iterable[Row]) -> Iterator[fa_numba.Plan]:
     """Yield the plan of each measured call of our series in the rows, for the current device.
 
-    Calls that this device cannot plan are left out, and so are calls with options that rows do not
-    name, such as masks. The first call then compiles the missing kernels.
+    Calls that cannot be planned for this device are left out. Calls with options for which rows
+    have no column, such as masks, are left out too. Their kernels are compiled when the experiment
+    first runs such a call.
 
     Parameters
     ----------
     rows : iterable of Row
-        Rows of a recording, which may be another GPU's.
+        Rows of a recording, from this GPU or from another GPU.
 
     Yields
     ------

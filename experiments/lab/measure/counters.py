@@ -148,7 +148,9 @@ def traffic(
     result: Mapping[str, float] | str | None, planned: Any = None, calls: int = 1, note: str = "",
     **common: Any,
 ) -> Iterator[Row]:  # fmt: skip
-    """Yield rows with the bytes that a call moves: by the closed form, through L2, and of DRAM.
+    """Yield rows with the bytes that a call moves, from up to three sources.
+
+    The sources are the closed form, and the hardware counters of L2 and of DRAM.
 
     Parameters
     ----------

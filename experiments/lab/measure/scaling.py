@@ -1,6 +1,7 @@
-"""Accesses at given tiles, from every source, and the powers with which they grow.
+"""Accesses of calls with given tile sizes, and power laws that describe how the accesses grow.
 
-Accesses are given per score. A score is an element of S.
+The accesses come from closed forms, from the emulator's counts and from hardware counters. They are
+given per score. A score is an element of S.
 """
 
 import math

@@ -207,10 +207,11 @@ def call(series: str, problem: Problem, q: Any, k: Any, v: Any, **options: Any) 
 
 
 def _whole_columns(series: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options with ``kv_splits=1`` for FA-2's forward pass on a GPU; others unchanged.
+    """Return the options of a call, with ``kv_splits=1`` for FA-2's forward pass on a GPU.
 
-    One thread block then computes all columns of a row tile, as in the paper, even if
-    multiprocessors stay idle. If the options contain `kv_splits`, they are not changed.
+    One thread block then computes all columns of a row tile, as in the paper, even if some
+    multiprocessors have no work. Options that contain `kv_splits` already are not changed. The
+    options of other calls are not changed either.
     """
     forward = algorithm(series) == "fa2" and options.get("passes", "fwd") == "fwd"
     return {"kv_splits": 1, **options} if forward and device.planned_for_gpu() else options

@@ -375,10 +375,10 @@ class _Module:
         return [each for each in found if each[0].partition(".")[0] == PACKAGE]
 
     def _inside(self, module: str, name: str) -> tuple[str, str]:
-        """Return what an import of `name` from `module` refers to.
+        """Return the module, or the name in a module, that an import refers to.
 
-        The result is (module, "*") for a module, and (module, name) for a name that this module
-        defines.
+        The statement imports `name` from `module`. If the imported object is a module, the result
+        is (that module, "*"). Otherwise, the result is (module that defines the name, name).
         """
         if module.partition(".")[0] != PACKAGE or not name:
             return module, name or "*"
@@ -399,7 +399,7 @@ def _written(
     """Return the normal form of a statement, with the names of other statements that it uses.
 
     `outside` contains the names that are not local to the statement. `imports` maps an imported
-    name to its module and its name there.
+    name to a pair: the module, and the name of the object in that module.
     """
     made = template(statement, outside)
     names = []

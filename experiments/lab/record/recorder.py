@@ -206,5 +206,8 @@ class Recorder:
 
 
 def _exactly(row: Row) -> tuple[Any, ...]:
-    """Return what identifies the quantity of a row, including the place in its note."""
+    """Return the values that identify the quantity of a row: its key, and its `place`.
+
+    The place is the beginning of the row's note.
+    """
     return *row.key, row.place

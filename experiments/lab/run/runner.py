@@ -137,13 +137,17 @@ class Runner:
             self.console.print(f"  {text}")
 
     def recording(self, name: str, machine: str) -> Store:
-        """Return the store with a machine's recording: --out if it is there, else `figures`."""
+        """Return the store that contains the recording of an experiment on a machine.
+
+        It is the store in the folder --out if this store has the recording, else the store in
+        `figures`.
+        """
         return self.store if machine in self.store.machines(name) else Store(FIGURES)
 
     def _recorded_now(self, name: str) -> bool:
         """Return whether this GPU's recording is current, so that a run would only repeat it.
 
-        False if the user asked for a part of the experiment, or to count again.
+        Return False if the user selected a part of the experiment, or chose the option --recount.
         """
         if self.machine is None or self.options.recount or not self.options.complete:
             return False
@@ -151,7 +155,7 @@ class Runner:
         return found.state == outdated.CURRENT
 
     def _current_rows(self, name: str) -> list[Row]:
-        """Return this GPU's stored rows which the present code and kernels have measured."""
+        """Return this GPU's stored rows whose code and kernels have not changed since the run."""
         if self.machine is None:
             return []
         rows, runs = self.store.recorded(name, self.machine)

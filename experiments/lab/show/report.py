@@ -116,8 +116,9 @@ def gpu(store: Store, experiment: str) -> str:
     Returns
     -------
     str
-        LATER if it has recorded the experiment. Otherwise another GPU, if it is the only GPU that
-        has recorded the experiment. Otherwise MACHINE.
+        Name of the GPU: LATER (an H100) if it has recorded the experiment; otherwise MACHINE (an
+        H200) if it has recorded the experiment. If neither of them has, the result is the only
+        other GPU with a recording. Without such a GPU, or with several, the result is MACHINE.
     """
     if store.read(experiment, LATER):
         return LATER

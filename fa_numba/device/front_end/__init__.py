@@ -50,7 +50,8 @@ REPLACED = (
 def without_repeats() -> Iterator[None]:
     """Replace functions of Numba's front end inside the context.
 
-    Other threads that compile wait until the context ends. Garbage collection is off in it.
+    Other threads that compile wait until the context ends. Python's garbage collector is off inside
+    the context.
     """
     with global_compiler_lock, replaced(REPLACED), without_garbage_collection():
         yield

@@ -19,9 +19,9 @@ _BY_IDENTITY = (FunctionType, BuiltinFunctionType, ModuleType, DeviceFunction, t
 
 
 def call_types_kept(find: Callable) -> Callable:
-    """Return a function that keeps the type of each call.
+    """Return a function that finds the type of a call by ``find``, and keeps the type.
 
-    Type inference asks for the type of a call in each of its rounds. Lowering asks once more.
+    Numba's type inference asks for the type of each call several times. Lowering asks once more.
     """
     known: dict[Any, Any] = {}
 
@@ -35,7 +35,10 @@ def call_types_kept(find: Callable) -> Callable:
 
 
 def types_of_values_kept(find: Callable) -> Callable:
-    """Return a function that keeps the types of functions, modules, types and whole numbers."""
+    """Return a function that finds the type of a value by ``find``.
+
+    The function keeps the types of functions, modules, classes, integers and bools.
+    """
     known: dict[Any, Any] = {}
 
     def resolve_value_type(self: Any, value: Any) -> Any:
@@ -56,8 +59,9 @@ def types_of_values_kept(find: Callable) -> Callable:
 def propagated_where_changed(propagate: Callable) -> Callable:
     """Return a function that resolves a constraint again only if a type in it has changed.
 
-    Numba resolves all constraints again until no type changes. If statements are in the order of
-    their values, it resolves each constraint twice.
+    A constraint is a rule of Numba's type inference for one statement. Numba resolves all
+    constraints again and again until no type changes. Even if each statement uses only results of
+    statements before it, Numba resolves each constraint twice.
     """
 
     def propagate_changed(self: Any, inference: Any) -> list:
@@ -80,12 +84,18 @@ def propagated_where_changed(propagate: Callable) -> Callable:
 
 
 def _types_of(names: tuple[str, ...], variables: Any) -> list:
-    """Return the types of variables; None for a name without a variable so far."""
+    """Return the types of the named variables.
+
+    ``variables`` maps names to Numba's type variables. The type of a missing name is None.
+    """
     return [variables[name].type if name in variables else None for name in names]
 
 
 def _names_in(value: Any) -> Iterator[str]:
-    """Return the names of the variables in a constraint and in its parts, and other texts in it."""
+    """Yield the names of the variables in a constraint and in the parts of the constraint.
+
+    Other texts in the constraint are yielded too.
+    """
     if isinstance(value, ir.Var):
         yield value.name
     elif isinstance(value, str):
@@ -100,9 +110,9 @@ def _names_in(value: Any) -> Iterator[str]:
 
 
 def not_caught(_: Callable) -> Callable:
-    """Return a function that lets warnings pass.
+    """Return a function that makes a context without any effect on warnings.
 
-    Numba sets up filters of warnings for each statement whose type it infers.
+    Numba's function sets up filters of warnings, for each statement whose type it infers.
     """
     return lambda self, filename=None, lineno=None: contextlib.nullcontext()
 

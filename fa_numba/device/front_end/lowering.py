@@ -17,11 +17,11 @@ from numba.cuda.np import linalg
 
 
 def values_where_assigned_once(_: Callable) -> Callable:
-    """Return a function that finds the variables that are values instead of stack memory.
+    """Return a function that finds the variables for which no stack memory is needed.
 
-    A variable is a value if it is assigned once, and if this assignment comes before every use on
-    each path. Numba makes values only of variables that one block assigns and uses, and searches
-    the block for each such variable.
+    These variables become values of LLVM IR. Such a variable is assigned once, and this assignment
+    comes before every use on each path. Numba's function finds only variables that are assigned and
+    used in one block, and it searches the block for each of them.
     """
 
     def find(self: Any) -> None:
@@ -52,9 +52,10 @@ def values_where_assigned_once(_: Callable) -> Callable:
 
 
 def refreshed_after_changes(refresh: Callable) -> Callable:
-    """Return a function that reads registries again only after they have grown.
+    """Return a function that reads Numba's registries again only if they have grown.
 
-    Numba reads all registries whenever a function has no code yet, a few hundred times per kernel.
+    Numba's function reads all registries whenever it compiles a function. This happens a few
+    hundred times per kernel.
     """
     known: dict[int, tuple[list[list], int]] = {}
 

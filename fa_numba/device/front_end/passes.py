@@ -46,7 +46,10 @@ def run_unmeasured(run: Callable) -> Callable:
 
 
 def pipeline_kept(define: Callable) -> Callable:
-    """Return a function that makes the pipeline for device functions once for each set of flags."""
+    """Return a function that returns the pipeline (list of passes) for device functions.
+
+    The pipeline is made by ``define`` once for each set of compiler flags, and kept.
+    """
     known: dict[tuple, Any] = {}
 
     def define_untyped_pipeline(state: Any, name: str = "untyped") -> Any:
@@ -82,9 +85,10 @@ def branches_looked_for(run: Callable) -> Callable:
 
 
 def legalized_without_ends(run: Callable) -> Callable:
-    """Return a pass that checks a kernel before lowering, and does not mark the ends of variables.
+    """Return a pass that checks a kernel before lowering.
 
-    Only reference counts and a debugger need the ends of variables.
+    Numba's pass also marks where each variable is used last. Only reference counts and a debugger
+    need these marks. If they are needed, Numba's pass ``run`` is called.
     """
 
     def run_pass(self: Any, state: Any) -> bool:

@@ -15,8 +15,8 @@ def replaced(replacements: Iterable[Replacement]) -> Iterator[None]:
     """Replace attributes inside the context.
 
     For each replacement ``(owner, name, make)``, the attribute ``owner.name`` becomes
-    ``make(owner.name)``, or ``make(None)`` if there is no such attribute. At the end of the
-    context, an attribute that ``owner`` inherited, or did not have, is deleted again.
+    ``make(owner.name)``, or ``make(None)`` if there is no such attribute. The end of the context
+    restores the attribute. An attribute that ``owner`` inherited or lacked before is deleted.
     """
     with contextlib.ExitStack() as stack:
         for owner, name, make in replacements:

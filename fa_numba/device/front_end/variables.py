@@ -65,10 +65,10 @@ def _names_read(value: Any) -> list[str]:
 
 
 def lifetimes_when_asked_for(run: Callable) -> Callable:
-    """Return a function that computes the lifetimes of variables only when they are read.
+    """Return a function that computes the lifetimes of variables only when a pass reads them.
 
-    Numba computes the lifetimes after each pass. Only the pass that marks the ends of variables
-    needs them.
+    Numba computes the lifetimes after each pass. Only one pass reads them: the pass that marks
+    where each variable is used last.
     """
 
     def without_lifetimes(
@@ -158,7 +158,8 @@ def of_an_assignment(_: None) -> Callable:
 def of_a_statement(find: Callable) -> Callable:
     """Return a function that lists the variables of a statement.
 
-    Numba walks through a statement as if to change it in order to list its variables.
+    The function is faster than Numba's function for assignments. For all other statements it calls
+    Numba's function, ``find``, which visits each part of a statement.
     """
 
     def compat_list_vars_stmt(statement: Any) -> list:
