@@ -330,6 +330,10 @@ def check_table(rows: Sequence[Row]) -> tables.Table | None:
         close = sum(abs(x) <= ring_fit.CLOSE for x in off)
         cells = [f"{close} of {len(off)}", f"{100 * ring_fit.worst(off):.1f}"]
         cells.append(tables.MISSING if fit.held else f"{100 * ring_fit.worst(refitted):.1f}")
+        for series in OURS:
+            ahead = ring_fit.leads(rows, ranks, series, ring_ranks.CP_CUDNN)
+            least = min((x for k, x in ahead.items() if k[1:3] == (pass_, causal)), default=None)
+            cells.append(tables.MISSING if least is None else f"{least:.2f}")
         balances = ring_fit.balances(rows, ranks)
         for name, form in (("busiest", ".3f"), ("hidden", ".2f")):
             values = {key: getattr(each, name) for key, each in balances.items()}
@@ -337,6 +341,7 @@ def check_table(rows: Sequence[Row]) -> tables.Table | None:
         lines.append([str(ranks), pass_, tables.yes_no(causal), *cells])
     header = ["GPUs", "pass", "causal", f"within {ring_fit.CLOSE:.0%}".replace("%", " %")]
     header += ["largest error, %", "after the fit, %"]
+    header += ["cuDNN / K, V travel: least", "cuDNN / Q travels: least"]
     header += ["K, V travel: busiest / least busy GPU", "Q travels: busiest / least busy GPU"]
     header += ["K, V travel: hidden copies", "Q travels: hidden copies"]
     equal, number = _equal_bytes(rows)
@@ -344,7 +349,9 @@ def check_table(rows: Sequence[Row]) -> tables.Table | None:
         "The table of the model's errors compares the modelled with the measured times of calls "
         f"over several GPUs from N={style.short(FILLS)} on, if the length of one GPU's part was "
         f"measured on one GPU. {fit} Of {number} counts of sent "
-        f"bytes, {equal} equal the closed form. The last four columns are for N="
+        f"bytes, {equal} equal the closed form. A column *cuDNN / ...: least* contains the "
+        "smallest ratio *time of torch's ring with cuDNN / time of our call*. A ratio above 1 "
+        "means that our call is faster at all these lengths. The last four columns are for N="
         f"{style.short(GOAL)}, from a profiler. A column *busiest / least busy GPU* contains the "
         "ratio of the times in which the two GPUs compute. A column *hidden copies* contains the "
         "share of the copying time in which the GPU computes too, for the GPU with the smallest "

@@ -158,6 +158,19 @@ def _refitted(rows: Sequence[Row], machine: Measured, ranks: int) -> Measured:
     return best
 
 
+def leads(rows: Sequence[Row], ranks: int, series: str, other: str) -> dict[Key, float]:
+    """Return the time of another series / the time of a series, for each call from N=32k on.
+
+    The key is (series, pass, causal, length). A ratio above 1 means that `series` is faster.
+    """
+    times = ring_rows.by_key(ring_rows.over(rows, ranks), "time")
+    return {
+        key: times[other, *key[1:]] / time
+        for key, time in times.items()
+        if key[0] == series and key[3] >= FILLS and (other, *key[1:]) in times
+    }
+
+
 @dataclass(frozen=True)
 class Balance:
     """How evenly the GPUs of a call are busy, and how much of the copying is hidden.

@@ -498,6 +498,13 @@ def test_each_number_of_gpus_is_compared_with_one_gpu():
     assert [line["GPUs"] for line in by] == ["2"] * 4 + ["4"] * 4
     assert by[4]["within 10 %"] == "10 of 10" and by[4]["after the fit, %"] == "-"
     assert by[0]["Q travels: hidden copies"] == "-"
+    # torch's synthetic rings take twice a fair share of the time of one GPU.
+    lead = ring_fit.leads(rows, 4, KV, ring_ranks.CP_CUDNN)
+    assert 1.8 < min(lead.values()) < 2.0 and {key[3] for key in lead} == {
+        2**n for n in range(15, 19)
+    }
+    least = min(x for key, x in lead.items() if key[1:3] == ("fwd", False))
+    assert by[4]["cuDNN / K, V travel: least"] == f"{least:.2f}"
     # Rank 3 of the synthetic rows is busy for 5 ms, rank 0 for 2 ms.
     assert by[4]["Q travels: busiest / least busy GPU"] == "2.500"
     assert by[4]["Q travels: hidden copies"] == "0.80"
