@@ -169,12 +169,14 @@ def _working_set(plan: Plan, again: tuple[str, ...], resident: int) -> int:
 
 
 def _outer_loop(plan: Plan, resident: int) -> tuple[int, int, int]:
-    """Return three numbers of FlashAttention-2's outer loop.
+    """Return three numbers about the outer loop of FlashAttention-2.
 
-    These are the number of tiles of a head, the number of these tiles that run at the same time,
-    and the number of heads. In the backward pass, each group split of a K/V head counts as a head.
-    All tiles of one head run before the tiles of the next head. If the spec has chunks of tiles, a
-    chunk of every head runs before the next chunk.
+        1. number of tiles of a head
+        2. number of tiles of a head that run at the same time
+        3. number of heads. In the backward pass, each group split of a K/V head counts as a head.
+
+    The grid runs all tiles of one head before the tiles of the next head. If the spec has chunks of
+    tiles, the grid runs one chunk of every head before the next chunk.
     """
     p, chunk = plan.problem, 0
     if plan.passes == "fwd":

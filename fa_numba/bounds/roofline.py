@@ -107,9 +107,10 @@ def expected(plan: Plan, device: Device, *, compiling: bool = False) -> Expected
         The GPU.
     compiling : bool, default False
         Whether to compile the plan's kernels, which takes seconds per kernel. Compiling gives the
-        number of registers. If False, the number is known only for kernels that were compiled for
-        the present GPU before. If the number is not known, only a range is known for how many
-        thread blocks a multiprocessor holds. The least number of the range is taken.
+        number of registers. If False, the number is known only for kernels that were compiled
+        before for the GPU of this machine. If the number is not known, only a range is known for
+        the number of thread blocks that a multiprocessor holds. The least number of the range
+        is taken.
 
     Returns
     -------

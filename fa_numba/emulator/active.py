@@ -158,9 +158,10 @@ class Active(Flow):
         return lanes
 
     def by_block(self, lanes: np.ndarray) -> np.ndarray:
-        """Return how many of these lanes belong to each of the thread blocks that run.
+        """Return for each thread block the number of its lanes that are in `lanes`.
 
-        `lanes` has one bool per lane.
+        `lanes` has one bool per lane. The thread blocks are the thread blocks that run at the same
+        time.
         """
         return np.bincount(self.group.blocks[lanes], minlength=self.at_once)
 
@@ -186,7 +187,10 @@ class Active(Flow):
         return known
 
     def exits(self) -> Exits:
-        """Return a new record of the lanes that leave the function which has just been called."""
+        """Return a new record of the lanes that leave a function early.
+
+        A rewritten function calls this method when it begins.
+        """
         exits = Exits(self)
         if self.group.exits is None:
             self.group.exits = exits

@@ -30,7 +30,10 @@ MOST_BLOCKS = 64
 
 
 def blocks_at_once(grid: Index3, block: Index3) -> int:
-    """Return how many thread blocks of a launch run at the same time."""
+    """Return how many thread blocks of a launch the emulator runs at the same time.
+
+    `grid` and `block` are the (x, y, z) sizes of the grid and of a thread block.
+    """
     lanes = -(-prod(block) // WARP) * WARP
     return max(1, min(LANES // lanes, MOST_BLOCKS, prod(grid)))
 

@@ -267,14 +267,14 @@ class BoxedArray:
 
 
 def index_of(array: GlobalArray, places: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Return the indices of elements of an array's memory, one array of indices per axis.
+    """Return the indices of some elements of an array, given by their positions in memory.
 
     Parameters
     ----------
     array : GlobalArray
         The array.
     places : ndarray of int
-        Elements of the array's memory.
+        Positions of the elements in the array's memory.
 
     Returns
     -------

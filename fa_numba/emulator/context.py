@@ -133,10 +133,10 @@ class Context(Active):
         base : ndarray of int, shape (thread blocks,)
             Stamp of the last barrier of each thread block.
         starts : ndarray of int, shape (32 * thread blocks,)
-            Stamp of the last synchronisation of each warp, the beginning of its present.
+            Stamp of the last synchronisation of each warp.
         seen : ndarray of int, shape (32 * thread blocks, warps)
-            A stamp for each warp (row) and each warp of its thread block (column). Accesses of the
-            column's warp below this stamp happened before the present of the row's warp.
+            A stamp for each pair of two warps of a thread block. Accesses of the column's warp with
+            a lower stamp happened before the next access of the row's warp.
         """
         warps = self.at_once * PITCH // WARP
         return (
@@ -664,7 +664,7 @@ class Context(Active):
         place.x, place.y, place.z = alike(at % x), alike(at // x % y), alike(at // (x * y))
 
     def local_array(self, shape: Any, dtype: Any) -> LocalArray | Axes:
-        """Return the array that a call of ``cuda.local.array`` makes; each lane has its own copy.
+        """Return the array that a call of ``cuda.local.array`` makes. Each lane has its own copy.
 
         Parameters
         ----------
@@ -681,7 +681,7 @@ class Context(Active):
         Raises
         ------
         TypeError
-            If `shape` is something else.
+            If `shape` is neither an integer nor a tuple of integers.
         """
         axes = shape_of("cuda.local.array", shape)
         flat = LocalArray(self, self.site(), prod(axes), element_type(dtype), axes)
@@ -797,8 +797,8 @@ class Context(Active):
     ) -> None:
         """Start an asynchronous copy from global to shared memory (cp.async) in every lane.
 
-        This holds for the lanes that take part. The values are in `dst` when the lane has waited
-        for the group of the copy. Each lane counts `valid` loads of `src`.
+        Only lanes that take part start a copy. The values are in `dst` when the lane has waited
+        for the group of its copy. Each lane counts `valid` loads of `src`.
 
         Parameters
         ----------

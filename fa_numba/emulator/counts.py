@@ -57,9 +57,10 @@ class Traffic:
     Notes
     -----
     The rules were measured on an H200. Lanes that access one word count as one access to the word.
-    Loads of 8 and 16 bytes need half the wavefronts if each lane loads the same address as the lane
-    next to it, or as the next but one. Asynchronous copies of 16 bytes count a sector once for each
-    different 32-byte piece of shared memory to which the sector is copied.
+    A load of 8 or 16 bytes needs half the wavefronts if every lane l loads the same address as lane
+    l ^ 1, or if every lane l loads the same address as lane l ^ 2. Asynchronous copies of 16 bytes
+    count a sector once for each different 32-byte piece of shared memory to which the sector is
+    copied.
 
     Two rules were not measured. A box is one request, with the sectors of its rows that are in the
     array. Accesses to shared memory by boxes and by products of warpgroups have no wavefronts.

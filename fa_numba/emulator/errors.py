@@ -195,7 +195,7 @@ class BarrierMisuse(EmulatorError):
     Examples:
 
     - the number of a barrier, or of its threads, is not allowed;
-    - a thread arrives at a barrier although its earlier use may not have ended;
+    - a thread arrives at a barrier although an earlier use of the barrier may not have ended;
     - a slot of a pipeline is not released before the thread block ends.
     """
 

@@ -40,7 +40,11 @@ class Expressions(ast.NodeTransformer):
         return f"{kind}{self.count}"
 
     def operation(self, left: ast.expr, op: ast.operator, right: ast.expr) -> ast.expr:
-        """Return a binary operation. It is a call if Python could raise for a divisor of 0."""
+        """Return a binary operation of a rewritten function.
+
+        If Python could raise an error for a divisor of 0, the operation is a call of the emulator.
+        Otherwise it is Python's operator.
+        """
         name = OPERATORS.get(type(op))
         if not isinstance(op, BITWISE):
             left, right = self.number(left), self.number(right)
@@ -81,7 +85,7 @@ class Expressions(ast.NodeTransformer):
         return ast.UnaryOp(node.op, self.number(value))
 
     def number(self, value: ast.expr) -> ast.expr:
-        """Return an operand of an arithmetic operation. Truth values in it become 0 or 1."""
+        """Return an operand of an arithmetic operation, in which truth values become 0 or 1."""
         return call("number", value) if self.may_be_truth(value) else value
 
     def may_be_truth(self, value: ast.AST | None) -> bool:

@@ -59,7 +59,7 @@ class Group:
     A lane is a thread, and arrays over the lanes have one element per lane. Attributes:
 
         tids         number of each lane's thread in its thread block, in ascending order. If
-                     several thread blocks run at the same time, PITCH is added for each one before.
+                     several thread blocks run at the same time, n * PITCH is added for block n.
         blocks       number of each lane's thread block among those that run, from 0
         x, y, z      `threadIdx` of each lane; a number if it is equal in all lanes
         warp_of      number of each lane's warp

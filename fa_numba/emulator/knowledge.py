@@ -59,7 +59,11 @@ class Knowledge(Waiting):
             raise OneByOne
 
     def widen(self, more: int) -> None:
-        """Add columns to all rows: for the warpgroups, and for `more` further mbarriers."""
+        """Add columns to the stamps that say what warps and threads know.
+
+        The new columns are for the matrix products of all warpgroups, and for `more` further
+        mbarriers. Columns that exist already are not added again.
+        """
         base, starts, seen = self._clocks
         columns = WARPGROUP * self.warpgroups + self._columns
         missing = self.warps + columns + more - seen.shape[1]

@@ -93,9 +93,10 @@ def negation(value: Any) -> Any:
 
 
 def typed(made: Any, *given: Any) -> Any:
-    """Return the float result `made`, rounded to the float type of the operands `given`.
+    """Return `made` rounded to the float type of the operands from which it was computed.
 
-    `made` is returned unchanged if it is not a float, or if no operand has a float dtype of NumPy.
+    `given` are the operands. `made` is returned unchanged if it is not a float, or if no operand
+    has a float dtype of NumPy.
     """
     types = [x.dtype for x in given if hasattr(x, "dtype") and x.dtype.kind == "f"]
     if not types or np.asarray(made).dtype.kind != "f":

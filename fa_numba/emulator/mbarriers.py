@@ -139,7 +139,7 @@ class Mbarriers(Knowledge):
         return MbarrierTile(self.shared_tile(offset, length, "uint64"))
 
     def widen(self, more: int) -> None:
-        """Also add the columns to what mbarriers know; see `Knowledge.widen`."""
+        """Add columns to what warps, threads and mbarriers know; see `Knowledge.widen`."""
         columns = self.seen.shape[1]
         super().widen(more)
         gap = np.zeros(self.seen.shape[1] - columns, np.int64)
@@ -202,9 +202,11 @@ class Mbarriers(Knowledge):
             self._tick(barrier.maker // WARP)
 
     def usable(self, barrier: Mbarrier, lanes: np.ndarray, by_copies: bool = False) -> None:
-        """Raise unless an mbarrier was initialised and fenced before these lanes use it.
+        """Raise an error if an mbarrier was not initialised and fenced before some lanes use it.
 
-        The lane that initialised the mbarrier needs no fence, except for copies (`by_copies`).
+        `lanes` are the lanes that use the mbarrier. The lane that initialised the mbarrier may
+        arrive and wait without a fence. Copies that this lane starts need the fence, too
+        (`by_copies`).
         """
         base, stamp = self.base[0], barrier.fenced
         if stamp is not None and stamp < base:
@@ -314,11 +316,11 @@ class Mbarriers(Knowledge):
     def wait_mbarrier(self, tile: MbarrierTile, index: Any, parity: Any) -> None:
         """Wait for the end of a phase of tile[index]. The parity, 0 or 1, selects the phase.
 
-        There are two candidates: the first phase whose end the thread does not know, and the phase
-        before. The wait for the phase before returns at once. A thread knows the end of a phase if
-        it has waited for this phase, or has synchronised with a thread that knew. Raises
-        BarrierMisuse if the mbarrier has also ended the phase after the selected phase: the parity
-        could not tell these phases apart.
+        A thread knows that a phase has ended if it has waited for this phase, or has synchronised
+        with a thread that knew. Let phase n be the first phase whose end the thread does not know.
+        The parity selects phase n or phase n - 1. A wait for phase n - 1 returns at once. Raise
+        BarrierMisuse if the phase after the selected phase has ended, too: the parity could not
+        tell these phases apart.
         """
         self.alone()
         self.instruction("barrier")

@@ -150,10 +150,10 @@ class Products(Boxes):
         self._products, self._registers, self._registers_at = {}, {}, {}
 
     def _warpgroups(self, operation: str) -> list[tuple[int, np.ndarray]]:
-        """Return the numbers of the warpgroups that take part, each with its lanes in the group.
+        """Return the warpgroups that take part: for each, its number and its lanes in the group.
 
-        Raise unless all threads of each warpgroup take part. `operation` is the called function,
-        for messages.
+        Raise an error if only some threads of a warpgroup take part. `operation` is the name of the
+        called function, for messages.
         """
         self.alone()
         group, found = self.group, []
@@ -433,7 +433,7 @@ class Products(Boxes):
             raise Deadlock(text, block=self.block)
 
     def _set_at(self, warp: int) -> str:
-        """Return where a warp last set its number of registers, as text."""
+        """Return a text that says where a warp last set its number of registers."""
         site = self._registers_at.get(warp)
         return "as launched" if site is None else f"set at {self.line_of(site)}"
 

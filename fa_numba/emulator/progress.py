@@ -26,9 +26,9 @@ class Progress:
         self.shown = 0.0 if terminal else float("inf")  # when the bar was drawn last
 
     def late(self) -> str:
-        """Draw the progress bar if it is time; return the message of `TimeLimit`.
+        """Return the message of `TimeLimit` if the launch has exceeded its time limit, else "".
 
-        The message is empty while the launch is within its time limit.
+        Also draw the progress bar if it is time to draw it again.
         """
         now = monotonic()
         seconds = now - self.begun
@@ -48,7 +48,10 @@ class Progress:
         )
 
     def _estimate(self, seconds: float) -> str:
-        """Return how many thread blocks have ended, and an estimate of the time of all, as text."""
+        """Return a text: how many thread blocks have ended, and how long all will take.
+
+        `seconds` is the time since the launch began.
+        """
         whole = seconds * self.blocks / self.done
         return f"{self.done:,} of {self.blocks:,} thread blocks have ended, all need {whole:,.0f} s"
 

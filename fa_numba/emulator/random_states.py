@@ -28,14 +28,18 @@ def _turned(x: np.ndarray, by: int) -> np.ndarray:
 
 
 def _next(state: State) -> State:
-    """Return the states of generators after each has made one number."""
+    """Return the states of generators after each generator has produced one number."""
     a, b = state
     b = a ^ b
     return _turned(a, 55) ^ b ^ b << np.uint64(14), _turned(b, 36)
 
 
 def _jump() -> np.ndarray:
-    """Return the matrix of a jump, shape (128, 128): bits @ matrix % 2 are the bits after it."""
+    """Return the matrix of a jump from one generator to the next, shape (128, 128).
+
+    If `bits` are the bits of a generator's state, ``bits @ matrix % 2`` are the bits of the state
+    of the next generator.
+    """
     state = _words(np.eye(2 * WORD))
     sums = np.zeros_like(state[0]), np.zeros_like(state[1])
     for coefficients in JUMP:

@@ -162,9 +162,10 @@ class Rebinder:
         return found
 
     def _replaced(self, value: Any, name: str) -> Any:
-        """Return the replacement of a value that has none in the cache yet.
+        """Return the replacement of a global or closure variable that is not in the cache yet.
 
-        Classes of `_PLAIN` are handled before.
+        `value` is the variable's value, and `name` its name. The method `value` has already handled
+        the classes in `_PLAIN`.
         """
         if id(value) in _REPLACED:
             return _REPLACED[id(value)]

@@ -107,7 +107,7 @@ class Record:
         self._records.fields[name][self._index] = value
 
     def merged(self, mask: Any, other: Any) -> Record:
-        """Return the element that a variable is in all lanes after a branch.
+        """Return the element to which a variable refers in each lane after a branch.
 
         Parameters
         ----------

@@ -224,9 +224,10 @@ class Launch(Products):
             self._wait(AT_GRID, site, "grid.sync")
 
     def _mask_out(self, leaving: Leaving) -> None:
-        """Rewrite a function of the kernel again, so that its lanes may return at different times.
+        """Rewrite a function of the kernel again, so that its lanes may leave at different times.
 
-        The same holds for break and continue. `leaving` contains the code of the function.
+        In the new version, lanes may disagree on a `return`, `break` or `continue`. `leaving`
+        contains the code of the old version.
         """
         diverging.add(self.originals[id(leaving.code)])
         self.rebind()
@@ -283,7 +284,7 @@ class Launch(Products):
         return [whole]
 
     def _run_groups(self, first: int, count: int) -> None:
-        """Run thread blocks from their beginning: `count` thread blocks from number `first` on."""
+        """Run `count` thread blocks from their beginning. The first one has the number `first`."""
         groups = self._groups = self._grouped(count)
         self.group, self.mask, self._outer = groups[0], None, []
         self.begin_blocks(first, count)

@@ -7,12 +7,12 @@ threads of one warp (1024 + warp). Greater codes are for copies of boxes and mat
 clock advances at every barrier of the thread block, at every named barrier, at every arrival at an
 mbarrier, at every fence, and at every `syncwarp` of a complete warp.
 
-Each warp has a vector clock `seen`, with one stamp for each warp of the thread block. Accesses of
-that warp below the stamp happened before the present. The stamp is never below the stamp of the
-thread block's last barrier (`ctx.base`). A thread's own earlier accesses also happened before its
-present. A later reader of a warp may replace earlier readers of that warp without losing
-information. The order of lanes within a statement does not matter, because stamps alone decide
-which accesses conflict.
+Each warp v has a vector clock: a row of the array `seen`, with one stamp for each warp w of the
+thread block. Accesses of warp w with a lower stamp happened before the next access of warp v. The
+stamp is never lower than the stamp of the thread block's last barrier (`ctx.base`). A thread's own
+earlier accesses also happened before its next access. If a warp reads an element again, the new
+stamp of the read replaces the old stamp without losing information. The order of lanes within a
+statement does not matter, because stamps alone decide which accesses conflict.
 
 The loops over lanes are compiled (checks.py). If a loop cannot decide a case, this module goes
 through the lanes one by one, with one thread block at a time. If several thread blocks run at the
@@ -198,7 +198,11 @@ class SharedArray(Unconverted):
         return self._read(e, 1)[0]
 
     def _only(self, index: Any) -> Any:
-        """Return the index along the only axis; allowed negative numbers are replaced."""
+        """Return the index along the only axis of the array.
+
+        A negative number that counts from the end is replaced by the number that counts from the
+        start.
+        """
         if index.__class__ is not tuple:
             index = (index,)
         elif len(index) != 1:
@@ -242,9 +246,10 @@ class SharedArray(Unconverted):
         n : int
             Number of elements.
         pairs : bool, default True
-            How the wavefronts of loads of 8 and 16 bytes are counted. If True, a wavefront serves
-            twice as many lanes if each lane loads the same elements as the lane next to it, or as
-            the next but one. False for ldmatrix.
+            How the wavefronts of loads of 8 and 16 bytes are counted. If True, pairs of lanes
+            that load the same elements can share a wavefront: half the wavefronts are needed if
+            every lane l loads the same elements as lane l ^ 1, or every lane l the same elements
+            as lane l ^ 2. If False, as for ldmatrix, pairs of lanes do not matter.
 
         Returns
         -------

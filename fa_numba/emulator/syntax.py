@@ -56,7 +56,7 @@ def assign(target: ast.expr, value: ast.expr) -> ast.Assign:
 
 
 def set_mask(value: ast.expr) -> ast.Assign:
-    """Return an assignment of `value` to the mask of the launch."""
+    """Return a statement that assigns `value` to the mask of the launch."""
     return assign(ast.Attribute(runtime("C"), "mask", ast.Store()), value)
 
 
@@ -66,9 +66,10 @@ def is_same(value: ast.expr, other: ast.expr, negated: bool = False) -> ast.Comp
 
 
 def class_is(value: ast.expr, name: str, negated: bool = False) -> ast.Compare:
-    """Return the expression that tests whether the class of a value is the emulator's name `name`.
+    """Return an expression that tests the class of a value in the rewritten function.
 
-    If `negated`, the expression tests whether it is another class.
+    The expression is true if the class is the class that the emulator's name `name` refers to. If
+    `negated` is set, the expression is true for every other class.
     """
     return is_same(ast.Attribute(value, "__class__", ast.Load()), runtime(name), negated)
 
@@ -116,7 +117,11 @@ def statements_within(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def leaves(statements: Iterable[ast.stmt], kinds: tuple[type, ...] = LEAVING) -> bool:
-    """Return whether statements contain a `return`, or a `break` or `continue` of an outer loop."""
+    """Return whether statements can leave the code around them.
+
+    They can if they contain a `return`, or a `break` or `continue` of a loop that is not among the
+    statements. `kinds` are the classes of nodes that count as leaving.
+    """
     return any(
         isinstance(node, kinds)
         or any(
@@ -133,9 +138,10 @@ def returns(statements: Iterable[ast.stmt]) -> bool:
 
 
 def assigned_within(statements: Iterable[ast.stmt], within: bool = False) -> set[str]:
-    """Return the names that are assigned in statements inside `if` and loop statements.
+    """Return the names that are assigned inside the `if` and loop statements of a list.
 
-    If `within`, the statements themselves count as inside. Targets of `for` always count.
+    `statements` is the list. Names that it assigns outside of `if` and loops are not in the result,
+    unless `within` is set. Targets of `for` are always in the result.
     """
     names: set[str] = set()
     for node in statements:

@@ -396,7 +396,7 @@ class Waiting(Context):
         return int(lanes[0]) if lanes.size else self.first_lane()
 
     def _missing(self, barrier: int) -> str:
-        """Return how many threads a named barrier waits for and how many have arrived, as text."""
+        """Return a text that says how many threads a named barrier needs and how many arrived."""
         named = self._named_barriers[barrier]
         count, first = len(named.arrived) * WARP, self.line_of(named.site)
         return (

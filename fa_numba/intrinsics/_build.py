@@ -128,7 +128,7 @@ def ptx(
     out : {"=", "=&"}
         "=&" if the PTX writes a result before it has read all of `args`.
     tied : int
-        Number of last `args` that are in the registers of the results.
+        The last `tied` of `args` use the same registers as the results.
     memory : bool
         Whether no access to memory may move past the PTX.
     side_effect : bool
@@ -151,8 +151,9 @@ def ptx(
 def of_registers(text, ty, *given, returns=None, side_effect=False):
     """Return signature and code of an intrinsic whose PTX uses registers only.
 
-    All arguments `given` must have the Numba type `ty`, else the result is None. `returns` is the
-    Numba type of the result; default: `ty`. `side_effect` is described in `ptx`.
+    `text` is the PTX. `given` are the Numba types of the arguments. If one of them is not `ty`, the
+    result is None. `returns` is the Numba type of the result; if it is None, the type is `ty`.
+    `side_effect` is described in `ptx`.
     """
     if any(x != ty for x in given):
         return None
@@ -246,10 +247,14 @@ def _fits(array, places, space, element):
 def vector_load(array, *places, space, element, vector, returns):
     """Return signature and code of a load of neighbouring elements in one access.
 
-    The load is of an array in shared or global memory (`space`) with elements of the Numba type
-    `element`. `places` are the types of the indices of the first element. `vector` is the LLVM type
-    of the access. `returns` is the Numba type of the result: a tuple or a number. The result is
-    None if the array has another type.
+        array     Numba type of the array
+        places    Numba types of the indices of the first element
+        space     SHARED or GLOBAL: the memory that contains the array
+        element   Numba type that the elements must have
+        vector    LLVM type of the access
+        returns   Numba type of the result: a tuple or a number
+
+    If `array` is not such an array, the result is None.
     """
     if not _fits(array, places, space, element):
         return None
@@ -295,16 +300,16 @@ def _bytes(vector):
 
 
 def words_of(halves):
-    """Return pairs of 16-bit elements as 32-bit words. The lower index is in the lower half.
+    """Return pairs of 16-bit elements as 32-bit words. Emulations call this function.
 
-    Emulations call this function.
+    The element with the lower index is in the lower half of the word.
     """
     return tuple(low | high << 16 for low, high in zip(halves[::2], halves[1::2], strict=True))
 
 
 def halves_of(words):
-    """Return the 16-bit elements of 32-bit words, the lower half of a word first.
+    """Return the 16-bit elements of 32-bit words. Emulations call this function.
 
-    Emulations call this function.
+    The lower half of a word comes first.
     """
     return tuple(half for word in words for half in (word & 0xFFFF, word >> 16))

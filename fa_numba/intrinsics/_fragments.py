@@ -13,10 +13,10 @@ compiled = compiling.compiled()
 
 @compiled
 def operands(values, a0, a1, a2, a3, b0, b1, A, B):
-    """Fill the matrices A: (warps, 16, 16) and B: (warps, 16, 8) from the lanes' fragments.
+    """Fill the matrices A: (warps, 16, 16) and B: (warps, 16, 8) from the fragments of the lanes.
 
-    a0 to a3, b0 and b1 are words over the lanes, with two 16-bit elements each. `values` maps the
-    16 bits of an element to its value.
+    Each of a0 to a3, b0 and b1 contains one 32-bit word per lane, with two 16-bit elements.
+    ``values[bits]`` is the value of an element with these 16 bits.
     """
     for k in range(a0.size):
         w, g, t = k // WARP, k % WARP // 4, k % 4 * 2
@@ -32,10 +32,10 @@ def operands(values, a0, a1, a2, a3, b0, b1, A, B):
 
 @compiled
 def sums(C, product, made):
-    """Compute made = C + product for fragments, in single precision.
+    """Compute made = C + product for the fragments of all lanes, in single precision.
 
-    `C` and `made` have the shape (4, lanes). `product` contains a matrix of each warp: (warps, 16,
-    8).
+    `C` and `made` have the shape (4, lanes). `product`: (warps, 16, 8) contains one matrix per
+    warp.
     """
     for k in range(C.shape[1]):
         w, g, t = k // WARP, k % WARP // 4, k % 4 * 2

@@ -43,7 +43,11 @@ _FULL = 0xFFFFFFFF
 
 
 def _load_tiles(transposed):
-    """Return the emulation of ``ldmatrix``: lanes read rows, which are then dealt to all lanes."""
+    """Return the emulation of ``ldmatrix``.
+
+    Each lane reads one row. The elements of all rows are then distributed to the lanes.
+    `transposed` says whether each 8 x 8 tile is transposed.
+    """
 
     def words_of_lanes(row):
         words = np.empty((4, row[0].size), np.int64)
@@ -106,7 +110,10 @@ def ldmatrix_transposed(typingctx, array, index):
 
 
 def _rows_of_tiles(values, present, mask):
-    """Return for each lane the four words of the row that it stores: row l % 8 of tile l // 8."""
+    """Return the four words that each lane stores, which are one row of an 8 x 8 tile.
+
+    Lane l of a warp stores row l % 8 of tile l // 8.
+    """
     tiles = np.stack(values).reshape(4, -1, 8, 4)  # tile, warp, row, word of the row
     return tuple(tiles.transpose(3, 1, 0, 2).reshape(4, -1, _WARP))
 

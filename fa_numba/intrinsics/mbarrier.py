@@ -1,9 +1,10 @@
 """Barriers in shared memory that count arrivals and bytes: ``mbarrier`` (PTX ISA, sm_90).
 
 A barrier is an element of a shared uint64 array. A phase of the barrier ends when two conditions
-are met: as many threads have arrived as ``init_mbarrier`` was given, and as many bytes have been
-copied as ``expect_bytes`` announced. Threads wait for the end of a phase by its parity: 0 for the
-first phase, then 1, 0, ...
+are met. The number of threads that have arrived is the number that ``init_mbarrier`` was given.
+Copies have delivered all bytes that ``expect_bytes`` announced. The next phase then begins. A
+thread waits for the end of a phase by the parity of the phase: 0 for the first phase, 1 for the
+second phase, then 0 again, and so on.
 """
 
 from llvmlite import ir
@@ -72,9 +73,10 @@ def expect_bytes(typingctx, barriers, index, size):
 @emulated_by(lambda *args: emulator.current().wait_mbarrier(*args))
 @intrinsic
 def wait_mbarrier(typingctx, barriers, index, parity):
-    """Wait for the end of the phase of barriers[index] with this parity.
+    """Wait until the phase of barriers[index] with this parity has ended.
 
-    The instruction is ``mbarrier.try_wait.parity``, in a loop.
+    ``parity`` is 0 for the first, third, ... phase, and 1 for the second, fourth, ... phase. The
+    instruction is ``mbarrier.try_wait.parity``, in a loop.
     """
     text = (
         "{.reg .pred p; WAIT: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1; @!p bra WAIT;}"

@@ -38,9 +38,9 @@ _SWIZZLE_128 = 1 << 62  # the bit of a descriptor for the 128-byte swizzle
 
 
 def literals(*given):
-    """Return the values of compile-time constants, given by their Numba types.
+    """Return the values of compile-time constants. The arguments `given` are their Numba types.
 
-    Return None if one of them is not a constant.
+    Return None if one of the arguments is not a compile-time constant.
     """
     if all(isinstance(ty, types.IntegerLiteral) for ty in given):
         return [ty.literal_value for ty in given]
@@ -61,8 +61,9 @@ def _descriptor(builder, address, leading):
 def _step(k: int, rows: int, across: bool) -> int:
     """Return the number to add to an operand's descriptor for step k of the sum.
 
-    A step moves along the rows of a panel, or down its rows if `across` is set. `rows` is the
-    number of rows of a panel.
+    The number is in units of 16 bytes. One step is 16 terms of the sum. It moves along the rows of
+    a panel. If `across` is set, the operand is stored transposed, and a step moves to later rows of
+    the panel. `rows` is the number of rows of a panel.
     """
     if across:
         return k * STEP * ROW_BYTES >> 4
@@ -100,10 +101,11 @@ def _call(context, builder, rC, C, n, adds, inputs, text):
 
 
 def _replaced(builder, code, places, given, tied):
-    """Insert PTX that all threads of a warpgroup execute together, and store its results.
+    """Insert PTX that changes registers, and store the new values.
 
-    The results are stored at the pointers `places`. `given` and `tied` are described in
-    `_build.ptx`.
+    All threads of a warpgroup execute the PTX `code` together. Its results are stored to the
+    pointers `places`. `given` are the operands that the PTX reads. The last `tied` of them are in
+    the same registers as the results; see `_build.ptx`.
     """
     made = ptx(builder, code, given, [F32] * len(places), tied=tied, convergent=True)
     for value, place in zip(made, places, strict=True):
@@ -245,9 +247,10 @@ def _of_registers(kind):
 def multiply_registers_f16(typingctx, rC, n, rA, a, sB, b, rows_b, across_b, steps, adds):
     """Start C = A B, or C += A B if ``adds`` is 1, with A in registers, in float16.
 
-    A is in the local array ``rA``: 4 * steps words (uint32) from element ``a`` on, a compile-time
-    constant. Each word contains two neighbours of a row, as ``pack_f16`` returns them. The words
-    are in the order of C's registers. The other arguments are those of ``multiply_f16``.
+    Each thread has 4 * ``steps`` words (uint32) of A, in the local array ``rA`` from element ``a``
+    on. ``a`` is a compile-time constant. Each word contains two neighbouring elements of a row, as
+    ``pack_f16`` returns them. The words are in the same order as the registers of C. The other
+    arguments are those of ``multiply_f16``.
     """
     return _of_registers("f16")(typingctx, rC, n, rA, a, sB, b, rows_b, across_b, steps, adds)
 

@@ -32,14 +32,15 @@ def table_reads(columns: int, Bc: int, page_size: int, threads: int, pieces: int
 
     Notes
     -----
-    The tile is copied in turns. In every turn each thread loads one piece of a row. The rows are
-    divided into runs of g = gcd(page_size, Bc) rows; all rows of a run are in one page. In every
-    turn, a warp reads one entry for each run of which it loads valid rows. If g is a multiple of
-    the rows of one turn, a warp reads the entry only in the first turn of the run.
+    The tile is copied in several steps. In each step, every thread loads one piece of a row. The
+    rows are divided into runs of g = gcd(page_size, Bc) rows. All rows of a run are in one page. In
+    each step, a warp reads one entry for each run of which it loads valid rows. There is an
+    exception if g is a multiple of the number of rows that one step loads: a warp then reads the
+    entry only in the first step of the run.
 
     Examples
     --------
-    Two warps load 64 rows of 8 pieces in pages of 16 rows. A turn loads 8 rows, 4 rows per warp.
+    Two warps load 64 rows of 8 pieces in pages of 16 rows. A step loads 8 rows, 4 rows per warp.
     Every warp reads the entry of each of the 4 pages once.
 
     >>> table_reads(64, 64, 16, threads=64, pieces=8)

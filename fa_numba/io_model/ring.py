@@ -213,12 +213,13 @@ Span = tuple[int, int]  # first row, and one past the last
 def _seen(
     problem: Problem, ranks: int, travels: str, lens: list[tuple[int, int]]
 ) -> list[list[list[Span]]]:
-    """Return the travelling rows that are needed in each step, as lists of ranges of rows.
+    """Return which of the travelling rows each step needs, as ranges of rows.
 
-    ``_seen(...)[step][owner]`` is for the rows of the rank `owner` that have travelled for `step`
-    steps. It contains one range for each kernel call that computes with these rows. The ranges
-    count from the first row of the owner's part. The travelling rows are rows of Q if Q travels,
-    else rows of K and V. `lens` are the valid rows and columns of each batch entry.
+    The travelling rows are rows of Q if Q travels, else rows of K and V. Entry [step][owner] of the
+    result is about the rows that began at the rank `owner` and have been sent `step` times. The
+    entry contains one range for each kernel call that computes with these rows. Row 0 of the ranges
+    is the first row of the owner's part. `lens` contains the numbers of valid rows and valid
+    columns of each batch entry.
     """
     left, right = (2**40 if x is None else x for x in (problem.left, problem.right))
     halves = 2 if problem.causal and ranks > 1 else 1
@@ -229,7 +230,7 @@ def _seen(
         return [(n * size // halves, i * size // halves) for i, n in enumerate(held)]
 
     def pairs(step: int, owner: int) -> list[Span]:
-        """Return the ranges for one step and owner."""
+        """Return the ranges of rows that step number `step` needs of the rank `owner`."""
         there = (owner + step) % ranks
         q_rank, k_rank = (owner, there) if travels == "q" else (there, owner)
         found = []
@@ -268,9 +269,11 @@ def _of_seen(
     stops = [step for step in range(ranks) if step == 0 or any(seen[step])]
 
     def bytes_of(owner: int, steps: list[int], each: int | None) -> int:
-        """Return the bytes of a message with the rows of `owner` that some steps read.
+        """Return the bytes of a message about the rows of the rank `owner`.
 
-        `each` is the number of bytes per row; None: the number for results.
+        The message contains all rows from the first to the last row that one of `steps` reads.
+        `each` is the number of bytes per row. None means a message of results, whose number of
+        bytes depends on the number of kernel calls.
         """
         calls = [span for step in steps for span in seen[step][owner]]
         if not calls:

@@ -162,9 +162,9 @@ def starts_in_first_pass(problem: Problem) -> bool:
 def rows_read(problem: Problem, visits: Visits) -> int:
     """Return the number of rows of FA-1's O, l and m (or dQ) that the visits read.
 
-    A visit that gives a row tile its first values reads nothing. With a block mask, the lists of
-    tiles say which visit of a row tile is the first. Without a block mask, but with a window or
-    `q_lens`, every visit reads.
+    In general every visit reads the rows of its row tile. There are two exceptions. If the first
+    pass gives the first values (`starts_in_first_pass`), the visits of the first pass read nothing.
+    With a block mask, the first visit of each row tile reads nothing.
 
     Parameters
     ----------
@@ -176,7 +176,7 @@ def rows_read(problem: Problem, visits: Visits) -> int:
     Returns
     -------
     int
-        Rows, each counted once per visit that reads it.
+        Rows. A row counts once for each visit that reads the row.
     """
     if starts_in_first_pass(problem):
         return visits.rows_again
@@ -184,11 +184,15 @@ def rows_read(problem: Problem, visits: Visits) -> int:
 
 
 def rows_started(problem: Problem, visits: Visits, whole: Whole) -> int:
-    """Return the number of rows that FA-1 stores before the first pass.
+    """Return the number of rows that FA-1 stores before the first pass, to give them first values.
 
-    These stores are line 2 of Algorithm 1, or line 5 of Algorithm 4. With a block mask they are of
-    the rows of two kinds of row tiles: row tiles that are never visited, and row tiles in which
-    `q_lens` ends. Without a block mask, but with a window or `q_lens`, they are of all rows.
+    These stores are line 2 of Algorithm 1, or line 5 of Algorithm 4:
+
+        case                                          rows that are stored
+        the first pass gives the first values         none
+        a window or `q_lens`, without a block mask    all rows
+        a block mask                                  rows of row tiles that are never visited, and
+                                                      of row tiles in which `q_lens` ends
 
     Parameters
     ----------
@@ -202,7 +206,7 @@ def rows_started(problem: Problem, visits: Visits, whole: Whole) -> int:
     Returns
     -------
     int
-        Rows; 0 if the first pass gives the first values.
+        Number of rows.
     """
     if starts_in_first_pass(problem):
         return 0
@@ -252,9 +256,10 @@ def visit_sums(
 
 
 def columns_visited(problem: Problem, tiles: BlockSizes, block_mask: Any) -> Counter[int]:
-    """Return how many tiles with each number of columns, c_j, are visited.
+    """Return how many tiles are visited, separately for each number of columns of a tile.
 
-    The count is over all batch entries and query heads.
+    The last column tile may have fewer columns than the other tiles. The count is over all batch
+    entries and query heads.
 
     Parameters
     ----------
@@ -356,9 +361,10 @@ class RowTiles(NamedTuple):
 def _row_tiles(
     problem: Problem, tiles: BlockSizes, entry: int, mask: np.ndarray | None, run: int
 ) -> RowTiles:
-    """Return the row tiles of one head, given by its batch entry and block mask.
+    """Return the row tiles of one head.
 
-    `run` neighbouring row tiles count as one row tile.
+    `entry` is the head's batch entry, and `mask` the head's block mask or None. `run` neighbouring
+    row tiles count as one row tile.
     """
     Nq, Nk = problem.lengths(entry)
     Bc, height = tiles.Bc, run * tiles.Br

@@ -162,18 +162,26 @@ def workspace(
 
     Notes
     -----
+    The workspace contains these arrays:
+
+        algorithm  passes  array      bytes              in which calls
+        standard   fwd     S or P     see below          all; P overwrites S
+        standard   bwd     P          see below          all
+        standard   bwd     dP or dS   see below          all; dS overwrites dP
+        fa1        fwd     l and m    8 R                all
+        fa1        fwd     A          4 R d              dtypes of 16 bits
+        fa1        bwd     A          4 R d              dtypes of 16 bits
+        fa2        fwd     L          4 R                calls without `return_lse`
+        fa2        bwd     D          4 R                all
+        fa2        bwd     A          4 R d              dtypes of 16 bits, and float32 in planes;
+                                                         not with `deterministic`
+
     R is the number of rows of Q over all heads: B H N_q', and for packed sequences H times the
-    total number of rows. S and P have B H N_q N_k elements of the problem's dtype, for the longest
-    sequences; each row is rounded up to a multiple of 16 bytes. Everything else is float32. Bytes:
-
-                    forward                            backward
-        standard    S, which P overwrites              P; dP, which dS overwrites
-        fa1         l and m, 8 R; in 16 bits A         in 16 bits A
-        fa2         L, 4 R, unless `return_lse`        D, 4 R; in 16 bits or planes A, unless
-                                                       `deterministic`
-
-    A is the float32 sum of O (forward) or dQ (backward): 4 R d bytes, with d rounded up to a
-    multiple of 2. For O, d is the head dimension of V.
+    total number of rows. A is the float32 sum of O in the forward pass, and of dQ in the backward
+    pass. d is the head dimension, rounded up to a multiple of 2. For O, d is the head dimension of
+    V. S, P, dP and dS have B H N_q N_k elements of the problem's dtype, where N_q and N_k are the
+    lengths of the longest sequences. The bytes of each row are rounded up to a multiple of 16. All
+    other arrays are float32.
 
     Some arguments add to these numbers:
 
