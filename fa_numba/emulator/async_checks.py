@@ -82,9 +82,10 @@ def _may_have(stamp, known, fences, warps, base):
 def depart_box(
     written, reads, touched, copiers, sites, first, places, known, fences, warps, base, tid, site
 ):
-    """Mark elements as in flight for a box load; return -1, or the first element that is not free.
+    """Mark elements as in flight for a box load, unless one of them is still in use.
 
-    `tid` is the thread that starts the load, `site` the number of the instruction.
+    `tid` is the number of the thread that starts the load, and `site` the number of its
+    instruction. Return -1, or the index into `places` of the first element that is still in use.
     """
     # `allowed` is a stamp that was checked: neighbours mostly have equal stamps.
     free, used, allowed = places.size, False, UNWRITTEN
@@ -145,10 +146,11 @@ def _give_back(reads, touched, row, parts, first, places, stamp):
 
 @compiled
 def give_back(reads, touched, row, parts, first, places, stamp):
-    """Mark elements as read at the time of a stamp, or as still being read (stamp `READING`).
+    """Mark elements as read at the time of a stamp, or as still being read.
 
-    The marks are in row `row` of `reads`. Each of `parts` readers has an equal part of the
-    elements. Reader n gets the mark ``stamp + n``.
+    The mark is `stamp`. The special stamp `READING` marks elements that are still being read. The
+    marks are in row `row` of `reads`. If `parts` is above 1, that number of readers read equal
+    parts of the elements, and reader n gets the mark ``stamp + n``.
     """
     _give_back(reads, touched, row, parts, first, places, stamp)
 
@@ -179,10 +181,14 @@ def lend(
 def box_access(kind, rows, width, itemsize, address, block, writers, readers, atomics, stats):
     """Count the sectors of a box as one request, and record which thread block accesses the box.
 
-    `kind` is LOAD, STORE or ATOMIC of checks.py. `rows` contains the first element of each row of
-    the box, and a row has `width` elements. `address` is the number of bytes from the beginning of
-    the allocation to the array's memory. Return -1, or the first row with an element whose access
-    conflicts with an access of another thread block.
+        kind       LOAD, STORE or ATOMIC of checks.py
+        rows       position in memory of the first element of each row of the box
+        width      number of elements in a row of the box
+        address    number of bytes from the beginning of the allocation to the array's memory
+        block      number of the thread block
+
+    Return -1 if there is no conflict. Otherwise return the index of the first row with an element
+    whose access conflicts with an access of another thread block.
     """
     stats[0] += 1
     ended = -1

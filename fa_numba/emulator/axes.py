@@ -130,7 +130,7 @@ class Axes(Unconverted):
         return self._check(place)
 
     def _check(self, place: tuple[Any, ...]) -> Any:
-        """Check the bounds of indices along the first axes; return the position that they select."""
+        """Check the bounds of indices along the first axes; return the selected position."""
         e: Any = 0
         for i, n in zip(place, self.whole, strict=False):
             if i.__class__ is slice:

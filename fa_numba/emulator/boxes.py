@@ -64,9 +64,11 @@ def box_places(rows: int, itemsize: int, swizzle: int) -> np.ndarray:
 class BoxLoad:
     """A box that is being copied from global memory to shared memory.
 
-    The elements at the positions `places`, counted from element `first` of `buffer`, will get the
-    values `values`. `stamp` is the stamp of the end of the mbarrier's phase; it is 0 before this
-    end.
+    buffer   buffer of the shared array to which the box is copied
+    first    element of the buffer at which the box begins
+    places   positions of the box's elements in the buffer, counted from `first`
+    values   the values that the elements will get
+    stamp    stamp of the end of the mbarrier's phase that counts the box; 0 before this end
     """
 
     buffer: SharedBuffer
@@ -166,16 +168,16 @@ class Boxes(Mbarriers):
     def row_of_boxes(self) -> int:
         """Return the number of the row of ``buffer.reads`` that marks reads by box stores.
 
-        Before this row are one row per warp, and two rows per warpgroup for the operands of
-        products.
+        It is the last row. The rows before are one row per warp, and two rows per warpgroup for the
+        operands of products.
         """
         return self.warps + 2 * self.warpgroups
 
     def rows_for_marks(self, buffer: SharedBuffer) -> None:
-        """Add rows to ``buffer.reads`` that mark asynchronous reads, if they are missing.
+        """Add the rows to ``buffer.reads`` that mark asynchronous reads, if the rows are missing.
 
-        These are two rows per warpgroup for the operands of products, and a last row for box
-        stores.
+        The added rows are two rows per warpgroup for the two operands of products, and one last row
+        for box stores.
         """
         missing = self.row_of_boxes + 1 - buffer.reads.shape[1]
         if missing > 0:
@@ -189,8 +191,9 @@ class Boxes(Mbarriers):
     ) -> EmulatorError:
         """Return the error for an element that a TMA copy or a product may not access yet.
 
-        `p` is the element of the buffer. `known` is the knowledge of the threads that start the
-        copy or product, see knowledge.py. `does` is "reads" or "overwrites".
+        `p` is the index of the element in the buffer of `array`. `known` is what the threads that
+        start the copy or product know; see knowledge.py. `does` is "reads" or "overwrites", for the
+        message.
         """
         buffer, base = array.buffer, self.base[0]
         last, element = int(buffer.written[0, p]), array._element(p)
@@ -352,11 +355,11 @@ class Boxes(Mbarriers):
         self, array: GlobalArray, to: np.ndarray, src: SharedArray, first: int, taken: np.ndarray,
         lane: int, adds: bool,
     ) -> None:  # fmt: skip
-        """Start an asynchronous read of shared memory whose values go to global memory.
+        """Start an asynchronous copy from shared to global memory by the thread of one lane.
 
-        The elements of `src` at the positions `taken`, counted from `first`, are read. Their values
-        are stored or added (`adds`) to the elements `to` of the memory of `array`, when the thread
-        of `lane` has waited.
+        The copy reads the elements of `src` at the positions `taken`, counted from `first`. When
+        the thread has waited for the copy or has ended, the values are stored to the positions `to`
+        in the memory of `array`. If `adds` is set, they are added instead.
         """
         array.owners.stamps[BOX, to] = IN_FLIGHT
         tid = int(self.group.tids[lane])
@@ -368,10 +371,10 @@ class Boxes(Mbarriers):
         self._stores.append(BoxStore(lent, array, to, values, tid, number, element, site, adds))
 
     def _behind_stores(self, array: GlobalArray, places: np.ndarray, lane: int, does: str) -> None:
-        """Raise GlobalHazard unless earlier box stores to some elements are visible to a lane.
+        """Raise GlobalHazard if an earlier box store to some elements is not visible to a lane yet.
 
-        `places` are elements of the memory of `array`. `does` is "reads" or "overwrites", for the
-        message.
+        `places` are the positions of the elements in the memory of `array`. `does` is "reads" or
+        "overwrites", for the message.
         """
         if not array.owners.stamps.size:
             return

@@ -649,12 +649,12 @@ class GlobalArray(Unconverted):
         return part
 
     def merged(self, mask: Mask, other: Any) -> GlobalArray:
-        """Return a view that is this view for the lanes of `mask`, and `other` for all others.
+        """Return the view to which a variable refers in each lane after a branch.
 
         Parameters
         ----------
         mask : ndarray of bool
-            Lanes in which a variable is this view.
+            Lanes in which the variable is this view.
         other : GlobalArray
             View of the same array that the variable is in the other lanes.
 

@@ -22,19 +22,22 @@ class Mbarrier:
     """A barrier that `count` arrivals complete in each phase. Attributes:
 
     name       name of the barrier's element in the kernel, for messages
-    column     number of the barrier's column in the knowledge of threads (knowledge.py)
-    made, maker    stamp of the initialisation, and the thread that made it
+    column     number of the barrier's column in the stamps of knowledge.py
+    made       stamp of the initialisation
+    maker      number of the thread that initialised the barrier
     fenced     stamp of the fence after the initialisation; None before the fence
     phase      number of the current phase, from 0
-    pending, bytes    arrivals and bytes that are still missing in the current phase
-    past       what the threads that arrived in the current phase know
-    ends       stamps at which earlier phases ended
-    ended      what was known at the end of the previous phase
+    pending    number of arrivals that are still missing in the current phase
+    bytes      number of bytes that copies must still deliver in the current phase
+    past       what the threads that have arrived in the current phase know (knowledge.py)
+    ends       for each phase that has ended, the stamp of its end
+    ended      what was known at the end of the phase that ended last
     waiting    groups that wait for the end of the current phase
-    flying     copies that count for the current phase
-    arrived    copies of ended phases that no thread has waited for
-    awaited    last phase that a thread has waited for; -2 if none
-    acquired   whether a thread has waited for the phase before the first
+    flying     copies that deliver bytes for the current phase
+    arrived    copies of ended phases, until a thread waits for such a phase
+    awaited    number of the last phase that a thread has waited for; -2 if there is none
+    acquired   whether a thread has waited for phase -1, the phase before the first: such a wait
+               returns at once
     uses       thread and instruction of the last "wait" and of the last "arrival"
     """
 
@@ -57,7 +60,7 @@ class Mbarrier:
         self.uses: dict[str, Use] = {}
 
     def __str__(self) -> str:
-        """Return the phase of the barrier, and what it still waits for, as text."""
+        """Return a text with the current phase of the barrier, and what the phase waits for."""
         text = f"{self.name} is in phase {self.phase}, which still waits for {self.pending} of "
         text += f"{self.count} arrivals"
         if self.bytes < 0:
@@ -105,7 +108,10 @@ class Mbarriers(Knowledge):
         self._mbarriers, self._acquired = {}, {}
 
     def who(self, stamp: int) -> str:
-        """Return the thread, copy or product that made the access of a stamp, as text."""
+        """Return a text that names the thread, copy or product that made an access.
+
+        `stamp` is the stamp of the access.
+        """
         code = stamp % STAMP
         column = code - SEVERAL - self.warps
         if column < 0 or code == NOBODY:
@@ -231,9 +237,10 @@ class Mbarriers(Knowledge):
                 raise self.fault(MissingFence, text, None, lane)
 
     def in_phase(self, barrier: Mbarrier, tids: np.ndarray, does: str) -> None:
-        """Raise BarrierMisuse unless these threads know that the previous phase has ended.
+        """Raise BarrierMisuse if a thread does not know that the previous phase has ended.
 
-        `does` is the beginning of the message, such as "this thread arrives at".
+        `tids` are the numbers of the threads that are checked. `does` is the beginning of the
+        message, such as "this thread arrives at".
         """
         if not barrier.phase:
             return

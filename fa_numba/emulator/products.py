@@ -225,13 +225,15 @@ class Products(Boxes):
         self, numbers: np.ndarray, rC: LocalArray, n: int, A: tuple[Any, ...], B: tuple[Any, ...],
         steps: int, adds: int,
     ) -> None:  # fmt: skip
-        """Start the product C = A B of each warpgroup that takes part, or C += A B if `adds`.
+        """Start the product C = A B of each warpgroup that takes part, or C += A B if `adds` is 1.
 
-        C has 64 rows and `n` columns, and is in the registers `rC`. The sum has 16 * `steps` terms.
-        An operand in shared memory is a tuple: shared array, first element, rows of a panel, and
-        whether the operand is stored transposed (see `operand_places`). A may also be a tuple of an
-        array of registers and the first register. `numbers` maps the 16 bits of an element to its
-        value.
+        numbers   array that maps the 16 bits of an element of A or B to the element's value
+        rC        registers of C, which has 64 rows and `n` columns
+        A, B      the operands. An operand in shared memory is a tuple of four: shared array,
+                  index of the first element, rows of a panel, and whether the operand is
+                  stored transposed (see `operand_places`). If A is in registers, it is a tuple
+                  of two: array of registers, and index of the first register.
+        steps     number of instructions along the sum; the sum has 16 * `steps` terms
         """
         if n % 8 or not 8 <= n <= 256:
             raise ValueError(
@@ -348,9 +350,10 @@ class Products(Boxes):
         return parts.transpose(2, 0, 3, 1, 4, 5).reshape(ROWS, -1)
 
     def wait_products(self, rC: LocalArray, count: int, pending: int) -> None:
-        """Wait until at most the last `pending` products are in flight.
+        """Wait until at most the last `pending` products of each warpgroup are in progress.
 
-        rC may then be accessed if its product has ended. `count` is the number of registers of rC.
+        If the product that writes `rC` has ended, the kernel may then access `rC`. `count` is the
+        number of registers of `rC`.
         """
         for number, _ in self._warpgroups("wait_products"):
             products = self._products.get(number, [])

@@ -170,9 +170,10 @@ class Launch(Products):
         return together
 
     def _run_together(self, first: int, count: int) -> bool:
-        """Run `count` thread blocks at the same time, beginning with number `first`.
+        """Run `count` thread blocks at the same time. The first one has the number `first`.
 
-        Return whether they could run at the same time. If not, all their effects are undone.
+        Return True if this was possible. Otherwise undo all effects of these thread blocks, and
+        return False.
         """
         kept = Kept(self)
         try:
@@ -257,9 +258,10 @@ class Launch(Products):
             kept.restore()
 
     def _part(self, group: Group, parting: Parting) -> None:
-        """Put the lanes of `parting` into a new group, for the next run of the thread block.
+        """Put the lanes of `parting` into a group of their own when the thread block runs again.
 
-        A thread block with mbarriers and several warpgroups is first divided into its warpgroups.
+        `group` is the group from which the lanes are taken. A thread block with mbarriers and
+        several warpgroups is first divided into its warpgroups.
         """
         if self._mbarriers and self.threads > WARPGROUP and not self.partition.any():
             self.partition[:] = np.arange(self.threads) // WARPGROUP

@@ -596,9 +596,11 @@ class SharedArray(Unconverted):
         return self.ctx.outside(self.name, (self.length,), index, lane)
 
     def _hazard(self, p: int, lane: int, stamp: int, does: str, did: str) -> EmulatorError:
-        """Return the error for a lane's access to element `p` after an access with this stamp.
+        """Return the error for a lane's access to element `p` of the buffer after another access.
 
-        The special stamps UNWRITTEN, READING and IN_FLIGHT have their own messages.
+        `stamp` is the stamp of the other access. The special stamps UNWRITTEN, READING and
+        IN_FLIGHT have their own messages. `does` and `did` are the verbs for both accesses, as in
+        `_check`.
         """
         ctx = self.ctx
         element = self._element(p)

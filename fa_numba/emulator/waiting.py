@@ -60,11 +60,12 @@ class Waiting(Context):
     # ---- groups
 
     def _wait(self, state: int, site: Site, operation: str, value: Any = None) -> None:
-        """Let other groups run until this group can go on.
+        """Let other groups run until this group can continue.
 
-        `state` says what the group waits for. `operation` is the name of the called function, for
-        messages. `value` depends on the state: the number of true predicates at a barrier, the mask
-        of a warp collective, or an mbarrier.
+        `state` says what kind of event the group waits for. `site` is the instruction at which the
+        group waits. `operation` is the name of the called function, for messages. `value` depends
+        on the state: the number of true predicates at a barrier, the mask of a warp collective, or
+        an mbarrier.
         """
         group = self.group
         group.state, group.site, group.operation, group.value = state, site, operation, value

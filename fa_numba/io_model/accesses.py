@@ -109,7 +109,7 @@ def count(problem: Problem, loads: dict[str, int], stores: dict[str, int]) -> Ac
 
 
 def add_up(problem: Problem, parts: Iterable[Accesses]) -> Accesses:
-    """Return the accesses of several kernels together; arrays of one name add up.
+    """Return the accesses of several kernels together. Arrays with the same name are added up.
 
     Parameters
     ----------

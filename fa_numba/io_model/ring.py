@@ -197,7 +197,7 @@ def ring_messages(
 
 
 def _sent(problem: Problem, ranks: int, rank: int, travels: str, passes: str, dlse: bool) -> int:
-    """Return the bytes that a rank sends in a call without window and lengths."""
+    """Return the bytes that a rank sends in a call without a window and without lengths."""
     operands, first, later = ring_messages(problem, travels=travels, passes=passes, dlse=dlse)
     if ranks == 1:
         return 0

@@ -286,7 +286,11 @@ def columns_visited(problem: Problem, tiles: BlockSizes, block_mask: Any) -> Cou
 def _visited(
     problem: Problem, tiles: BlockSizes, entry: int, mask: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return a head's visited tiles, bool (Tr, Tc), and the columns of each column tile."""
+    """Return the visited tiles of a head, and the number of columns of each column tile.
+
+    The visited tiles are a bool array of shape (T_r, T_c). `entry` is the head's batch entry, and
+    `mask` the head's block mask or None.
+    """
     Nk, Bc = problem.lengths(entry)[1], tiles.Bc
     first, end = _column_tiles(problem, entry, tiles.Br, Bc)
     j = np.arange(ceil_div(Nk, Bc))
@@ -388,9 +392,10 @@ def _column_tiles(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return for each row tile the first column tile that it sees, and one past the last.
 
-    `height` is the number of rows of a row tile. The ranges of columns that two neighbouring rows
-    see overlap or touch. A row tile therefore sees all columns from the first column of its first
-    row to the last column of its last row.
+    `entry` is the batch entry. `height` is the number of rows of a row tile, and `Bc` the number of
+    columns of a column tile. The ranges of columns that two neighbouring rows see overlap or touch.
+    A row tile therefore sees all columns from the first column of its first row to the last column
+    of its last row.
     """
     Nq, _ = problem.lengths(entry)
     rows = np.arange(0, Nq, height)

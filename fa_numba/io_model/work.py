@@ -97,7 +97,10 @@ def multiply_adds(problem: Problem, passes: str) -> int:
 
 
 def _pairs(problem: Problem, entry: int) -> int:
-    """Return the number of (row, column) pairs inside the window of a batch entry."""
+    """Return the number of (row, column) pairs that the masks `causal` and `window` do not hide.
+
+    `entry` is the batch entry whose rows and columns are counted.
+    """
     Nq, Nk = problem.lengths(entry)
     if problem.window == (-1, -1):
         return Nq * Nk
