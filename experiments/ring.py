@@ -31,8 +31,9 @@ TAKES = ("seconds",)
 PROTOCOL = (
     "one process a GPU, all begin together; the time of the slowest rank; bytes are those given "
     "to send; memory is a rank's peak with its inputs; inputs are normal, drawn on the GPU; every "
-    f"kind of call is checked against float64 at N={ring_ranks.CHECKED} first; 20 repeats to "
-    "N=16k, 2 from N=256k on, 1 at N=1M"
+    f"kind of call is checked against float64 at {ring_ranks.CHECKED} rows per GPU first; "
+    "20 repeats to N=16k, 2 from N=128k on, 1 at N=1M, but 5 of rings, torch's with cuDNN and one "
+    "GPU at N=128k"
 )
 
 MODEL_RANKS = (2, 4, 8, 16, 64, 256, 1024)

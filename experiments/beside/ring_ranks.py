@@ -22,7 +22,8 @@ ONE, KV, Q, ULYSSES = "one-gpu", "ring-kv", "ring-q", "ulysses"
 CP_FLASH, CP_CUDNN = "torch-cp-fa2", "torch-cp-cudnn"
 OURS = (KV, Q)
 SERIES = (ONE, *OURS, ULYSSES, CP_FLASH, CP_CUDNN)
-HEADS, HEAD_DIM, CHECKED = 16, 128, 1024
+HEADS, HEAD_DIM = 16, 128
+CHECKED = 512  # rows of each rank in the call that is checked against float64
 LINK, MERGE = "link", "merge"
 LINK_BYTES = 2**29
 _BACKENDS = {CP_FLASH: "FLASH_ATTENTION", CP_CUDNN: "CUDNN_ATTENTION"}
@@ -476,7 +477,7 @@ class _Bench:
         from fa_numba.torch import ring_split
 
         generator = torch.Generator(self.device).manual_seed(7)
-        shape = (1, HEADS, CHECKED, HEAD_DIM)
+        shape = (1, HEADS, CHECKED * self.ranks, HEAD_DIM)
         whole = [
             torch.randn(shape, device=self.device, generator=generator, dtype=torch.float16)
             for _ in range(4)

@@ -35,6 +35,7 @@ FILLS = 2**15  # From this number of rows on, the part of one rank fills a GPU.
 GOAL = 2**17  # length of the main comparison
 PROFILED = (FILLS, GOAL)
 MAIN = (KV, Q, ONE, CP_CUDNN)
+GOAL_REPEATS = 5  # least number of timed calls of these series at the length GOAL
 SIZES = (2, 4, 8)  # numbers of GPUs, besides all GPUs of the host
 
 
@@ -69,7 +70,7 @@ def tasks(options: Options, gpus: int) -> list[Task]:
                 and (N <= LONGEST or last)
                 and N % (2 * ranks) == 0
             ):
-                found.append(Task(series, N, causal, pass_, repeats(N), ranks))
+                found.append(Task(series, N, causal, pass_, repeats(N, series), ranks))
         if ranks == gpus:
             kinds = itertools.product((False, True), PASSES, OURS, PROFILED)
             found += [
@@ -80,11 +81,12 @@ def tasks(options: Options, gpus: int) -> list[Task]:
     return sorted(found, key=lambda task: importance(task, gpus))
 
 
-def repeats(N: int) -> int:
-    """Return how many times a call with N rows is timed."""
+def repeats(N: int, series: str = "") -> int:
+    """Return how many times a call of a series with N rows is timed."""
     if N >= 2**20:
         return 1
-    return max(2, min(20, 2**18 // N))
+    fewest = GOAL_REPEATS if N == GOAL and series in MAIN else 2
+    return max(fewest, min(20, 2**18 // N))
 
 
 def importance(task: Task, gpus: int) -> tuple[int, ...]:

@@ -118,6 +118,7 @@ def test_every_series_is_timed_where_it_is_short_enough():
     quick = ring_tasks.tasks(Options(quick=True), 2)
     assert {t.seqlen for t in quick if t.series in SERIES} == {ring_tasks.SEQLENS[0]}
     assert [ring_tasks.repeats(2**n) for n in (13, 15, 18, 20)] == [20, 8, 2, 1]
+    assert [ring_tasks.repeats(2**17, series) for series in (KV, ring_ranks.ULYSSES)] == [5, 2]
 
 
 def test_the_most_important_calls_come_first():
