@@ -132,6 +132,8 @@ GAINS = {
 def factors(found: Steps) -> dict[str, float | None]:
     """Return the factors of the gain from FA-1 to FA-2, by the names in GAINS.
 
+    `found` contains the values of the steps, as `by_step` returns them.
+
     A factor is None if a number is missing. Except for the three parts of `order`, a factor is the
     time before a change divided by the time after the change. The factors satisfy these equations:
 

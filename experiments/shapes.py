@@ -48,7 +48,7 @@ SERIES = (AUTO, MMA, peers.FLASH, peers.CUDNN, peers.FLEX, peers.UNFUSED)
 
 @dataclass(frozen=True)
 class Kind:
-    """A class of shapes: its title, and the kernel of torch with which our kernel is compared."""
+    """A class of shapes: a title, and the kernel of torch with which we compare (`peer`)."""
 
     title: str
     peer: str = peers.FLASH

@@ -52,7 +52,7 @@ ENOUGH = 4
 
 @dataclass(frozen=True)
 class Side:
-    """One of the compared calls: the series, its plan, and the options of the plan."""
+    """One of the compared calls: the series, the plan (`planned`), and the options of the plan."""
 
     series: str
     planned: fa_numba.Plan
@@ -160,7 +160,10 @@ def one_head(problem: Problem) -> Problem:
 
 
 def why_not_counted(problem: Problem, pass_: str) -> str:
-    """Return why the emulator does not count one head of the problem; empty if it does."""
+    """Return the reason why the emulator does not count one head of the problem.
+
+    The text is empty if the emulator counts the head.
+    """
     head = replace(one_head(problem), causal=False)
     longest = max(problem.seqlen_q, problem.seqlen_k)
     if longest > counts.LONGEST or io_model.flops(head, pass_) > counts.FLOPS:
@@ -193,10 +196,11 @@ def counted(problem: Problem, pass_: str, side: Side) -> Any:
 def with_counts(
     problem: Problem, pass_: str, found: Sequence[Side], lines: Sequence[Line]
 ) -> tuple[list[Line], str]:
-    """Return the lines, and a text about counts.
+    """Return the lines of the table with counted numbers, and a text about the counts.
 
-    If one head is small enough for the emulator, counted numbers of elements replace the model's.
-    The text then says how many of the counted numbers equal the model. Otherwise it says why
+    `found` contains the compared calls. If one head is small enough for the emulator, the counted
+    numbers of elements replace the model's numbers in `lines`. The text then says how many of the
+    counted numbers equal the model. Otherwise the lines are unchanged, and the text says why
     nothing was counted.
     """
     why = why_not_counted(problem, pass_)

@@ -40,7 +40,7 @@ compiled = compiling.compiled()
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU in the model: the name, the bytes of L2, and the number of multiprocessors."""
+    """A GPU in the model: name, size of L2 in bytes (`l2_bytes`), number of multiprocessors."""
 
     name: str
     l2_bytes: int
@@ -49,7 +49,11 @@ class Device:
 
 @register_jitable
 def _unlink(tile, before, after, box):
-    """Remove a tile from the list of tiles, which is in the order of their last use."""
+    """Remove a tile from the doubly linked list of the tiles in the cache.
+
+    The tiles in the list are in the order of their last use. `before[tile]` and `after[tile]` are
+    the neighbours of a tile, or NONE. `box` contains the newest and the oldest tile.
+    """
     if before[tile] == NONE:
         box[NEWEST] = after[tile]
     else:

@@ -195,10 +195,11 @@ Numbers = list[dict[str, float] | str]
 def profiled(
     cases: Sequence[Case], names: Mapping[str, str], say: Callable[[str], None]
 ) -> tuple[Numbers, Numbers]:
-    """Return two lists with one entry for each case.
+    """Profile the cases with Nsight Compute, and return two lists with one entry for each case.
 
-    The entries of the first list are values by Nsight Compute's counter. The entries of the second
-    list are executed instructions by our name. If a case failed, its entry is the reason.
+    An entry of the first list maps Nsight Compute's names of counters to values. An entry of the
+    second list maps our names to numbers of executed instructions. If a case failed, its entry is
+    the reason. `names` maps our names to Nsight Compute's names. `say` prints a line.
     """
     say(f"  Nsight Compute: {len(cases)} calls, {len(names)} counters")
     metrics = list(dict.fromkeys((*counters.TRAFFIC, *names.values())))

@@ -41,7 +41,8 @@ SLOW, NOTED = 1.2, 2.0  # seconds below NOTED are not compared
 class Task:
     """One call to time: a series, and a problem of `seqlen` rows in total over all ranks.
 
-    If the series is LINK or MERGE, the link or the kernel that merges results is timed instead. A
+    `causal` and `pass_` complete the problem. The call is timed `repeats` times on `ranks` GPUs. If
+    the series is LINK or MERGE, the link or the kernel that merges results is timed instead. A
     profiled task is not timed. A profiler records its kernels and copies instead.
     """
 

@@ -146,7 +146,7 @@ def place(ranks: int) -> str:
 
 
 class Group(NamedTuple):
-    """Neighbouring tasks that run on the same number of GPUs, in the same processes.
+    """Neighbouring tasks that run in the same processes, on `ranks` GPUs.
 
     Profiled tasks have processes of their own, because a profiler can slow down later calls.
     """

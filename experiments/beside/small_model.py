@@ -28,8 +28,8 @@ EPSILON = 1e-5
 class Sizes:
     """The sizes of a model.
 
-    `alphabet` is the number of different characters, and `head_dim` the number of columns of a
-    head.
+    `alphabet` is the number of different characters. The model has `layers` layers. Each layer has
+    `heads` heads of `head_dim` columns.
     """
 
     alphabet: int

@@ -74,9 +74,9 @@ Place = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Point:
-    """Our number and the published number of one quantity at one place.
+    """Our number (`ours`) and the published number of one quantity at one place.
 
-    `label` names the quantity.
+    `label` names the quantity. `place` is a tuple of values, such as (head dimension, length).
     """
 
     label: str

@@ -39,13 +39,18 @@ _SCORES = 19  # longest text of the scores of a block, in characters
 
 
 class Rows(NamedTuple):
-    """An example to trace: one row of Q, and the keys and values."""
+    """An example to trace: a title, one row of Q, and the keys and values.
+
+    ``Q`` has the shape (rows, head_dim), and its row 0 is traced. ``K`` and ``V`` have the shape
+    (keys, head_dim). ``block`` is the number of keys in a block. ``scale`` is the factor of the
+    scores, or None for the default.
+    """
 
     title: str
-    Q: NDArray[np.float64]  # (rows, head_dim); row 0 is traced
-    K: NDArray[np.float64]  # (keys, head_dim)
-    V: NDArray[np.float64]  # (keys, head_dim)
-    block: int  # number of keys in a block
+    Q: NDArray[np.float64]
+    K: NDArray[np.float64]
+    V: NDArray[np.float64]
+    block: int
     scale: float | None
 
 

@@ -15,14 +15,24 @@ from fa_numba.device.launch_record import checked
 
 @dataclass(frozen=True, eq=False)
 class Kernel:
-    """A kernel with everything that a launch needs, except grid and arguments."""
+    """A kernel with everything that a launch needs, except grid and arguments.
 
-    function: Callable  # the Python function
-    argument_types: tuple  # Numba types of the arguments
-    threads: int  # number of threads of a thread block
-    shared_bytes: int  # size of the dynamic shared memory of a thread block
-    min_blocks: int = 1  # number of thread blocks that must fit on a multiprocessor (registers)
-    _compiled: dict = field(default_factory=dict, repr=False)  # compiled kernel by GPU number
+    field            meaning
+    function         the Python function of the kernel
+    argument_types   Numba types of the kernel's arguments
+    threads          number of threads of a thread block
+    shared_bytes     bytes of dynamic shared memory of a thread block
+    min_blocks       number of thread blocks that must fit on a multiprocessor. It limits the
+                     registers of a thread
+    _compiled        maps the number of a GPU to the kernel that was compiled for this GPU
+    """
+
+    function: Callable
+    argument_types: tuple
+    threads: int
+    shared_bytes: int
+    min_blocks: int = 1
+    _compiled: dict = field(default_factory=dict, repr=False)
 
     @property
     def name(self) -> str:
@@ -74,9 +84,10 @@ class Kernel:
 def built_together(
     kernels: Iterable[Kernel], capability: tuple[int, int]
 ) -> list[tuple[bytes, str]]:
-    """Return what ``built`` returns for each kernel.
+    """Return the machine code (cubin) of each kernel, and the name of its entry point.
 
-    The assembler translates one kernel in another thread while Numba compiles the next kernel.
+    The result for a kernel equals the result of ``built``. While the assembler translates one
+    kernel in another thread, Numba compiles the next kernel.
     """
     found: list[tuple[bytes, str] | Future[tuple[bytes, str]]] = []
     with ThreadPoolExecutor() as threads:

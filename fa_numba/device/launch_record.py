@@ -89,7 +89,10 @@ class LaunchRecord:
         self._lock = threading.Lock()
 
     def allocate(self, shape: tuple[int, ...], dtype: str = "float32") -> DeviceArray:
-        """Return an array of the workspace. Its memory exists only while a run is in progress."""
+        """Return a new contiguous array of the workspace, as a kernel's argument.
+
+        The memory of the array exists only while ``run`` executes the launches.
+        """
         size = np.dtype(dtype).itemsize
         strides = tuple(size * math.prod(shape[n + 1 :]) for n in range(len(shape)))
         array = DeviceArray(self.reserved_bytes, shape, strides, itemsize=size, slot=WORKSPACE)

@@ -307,7 +307,7 @@ def definition(code: CodeType) -> ast.FunctionDef | ast.Lambda | None:
 
 @functools.lru_cache(maxsize=256)
 def _functions(lines: tuple[str, ...]) -> dict[tuple[int, str], list[Any]]:
-    """Return the functions of a file by first line and name.
+    """Map (first line, name) to the syntax trees of the functions in a file.
 
     The first line of a decorated function is the line of its first decorator. If several lambdas
     begin on one line, a lambda inside another lambda comes first.

@@ -71,11 +71,15 @@ def using(device: str) -> Iterator[None]:
 
 
 class Limits(NamedTuple):
-    """The properties of a GPU on which plans depend."""
+    """The properties of a GPU on which plans depend.
 
-    capability: tuple[int, int]  # compute capability (major, minor)
-    shared_bytes: int  # bytes of shared memory that a thread block can have
-    multiprocessors: int  # number of multiprocessors
+    ``capability`` is the compute capability (major, minor). ``shared_bytes`` is the largest shared
+    memory of a thread block in bytes. ``multiprocessors`` is the number of multiprocessors.
+    """
+
+    capability: tuple[int, int]
+    shared_bytes: int
+    multiprocessors: int
 
 
 _EMULATED = Limits((9, 0), EMULATED_SHARED_BYTES, EMULATED_MULTIPROCESSORS)
@@ -88,9 +92,8 @@ def planning_for(
 ) -> Iterator[None]:
     """Make all plans inside the context for a GPU with these limits.
 
-    The GPU need not be in this machine. ``shared_bytes`` is the shared memory that a thread block
-    can have, in bytes. Only plans are affected: calls inside still run on this machine's GPU or on
-    the emulator.
+    The GPU need not be in this machine. The arguments are the fields of ``Limits``. Only plans are
+    affected: calls inside still run on this machine's GPU or on the emulator.
     """
     token = _planned.set(Limits(capability, shared_bytes, multiprocessors))
     try:

@@ -31,7 +31,8 @@ def boxed_type(planes: int, ndim: int, ends: bool = False):
     """Return the Numba type of O in kernels with a copy engine (TMA).
 
     With one plane, the copy engine stores O, and O has 16 bits. With several planes, O is stored
-    directly from registers, in float32. ``ends`` is the field of ``TiledArray``.
+    directly from registers, in float32. ``ndim`` is the number of axes. ``ends`` is the field of
+    ``TiledArray``.
     """
     return tiled_type(ndim, ends) if planes == 1 else array_type(ndim)
 

@@ -28,20 +28,33 @@ INTEGERS = (INDEX.name,)  # a block table and lengths that are on a GPU
 
 @dataclass(frozen=True)
 class Operand:
-    """A caller's array of any library, as memory with an address, a dtype, a shape and strides."""
+    """A caller's array of any library, as memory with an address, a dtype, a shape and strides.
 
-    name: str  # the name of the argument, for messages
-    library: str  # "numpy", "torch", "cupy", "jax", "interface" or "dlpack"
-    ordinal: int  # the number of the GPU, or HOST
+    field      meaning
+    name       name of the argument, for messages
+    library    "numpy", "torch", "cupy", "jax", "interface" or "dlpack"
+    ordinal    number of the GPU, or HOST
+    strides    distances between neighbouring elements of each axis, in bytes
+    pointer    address of the first element
+    host       NumPy view of host memory; None for an array on a GPU
+    owner      the caller's array
+    empty      function (shape, dtype) that returns a new array on the same device
+    writable   whether kernels can write to the array
+    finish     function that converts an array that ``empty`` returned to the type of the library;
+               None unless the library has no writable arrays
+    """
+
+    name: str
+    library: str
+    ordinal: int
     dtype: str
     shape: tuple[int, ...]
-    strides: tuple[int, ...]  # in bytes
-    pointer: int  # address of the first element
-    host: np.ndarray | None  # a NumPy view of host memory; None on a GPU
-    owner: Any  # the caller's array
-    empty: Callable[[tuple[int, ...], str], Any]  # (shape, dtype): new array on the same device
+    strides: tuple[int, ...]
+    pointer: int
+    host: np.ndarray | None
+    owner: Any
+    empty: Callable[[tuple[int, ...], str], Any]
     writable: bool = True
-    # Converts an array of ``empty`` to the library's type, if the library has no writable arrays.
     finish: Callable[[Any], Any] | None = None
 
     @property

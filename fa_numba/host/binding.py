@@ -57,17 +57,28 @@ class Paging:
 
 @dataclass(frozen=True)
 class Binding:
-    """The options of one call, after all checks that do not need q."""
+    """The options of one call, after all checks that do not need q.
 
-    fields: OptionFields  # fields that ``Problem.from_shapes`` takes unchanged
-    shapes: Mapping[str, tuple[int, ...]]  # shapes of arrays, by the caller's name of the option
-    starts: Mapping[str, np.ndarray]  # ``cu_seqlens_q`` and ``cu_seqlens_k``
-    arrays: Mapping[str, Operand]  # arrays on the call's device, by the name that kernels use
-    block_mask: np.ndarray | BlockMask | None  # an array is on the host
+    field        meaning
+    fields       fields that ``Problem.from_shapes`` takes unchanged
+    shapes       maps the caller's name of an option to the shape of the option's array
+    starts       ``cu_seqlens_q`` and ``cu_seqlens_k`` by name, on the host
+    arrays       maps names that kernels use to arrays on the call's device
+    block_mask   the option ``block_mask``: an array on the host, a ``BlockMask`` or None
+    seed         the option ``seed`` of dropout
+    offset       the option ``offset`` of dropout
+    paged        the options about pages
+    numbers      maps names that kernels use to numbers that the caller's functions capture
+    """
+
+    fields: OptionFields
+    shapes: Mapping[str, tuple[int, ...]]
+    starts: Mapping[str, np.ndarray]
+    arrays: Mapping[str, Operand]
+    block_mask: np.ndarray | BlockMask | None
     seed: int
     offset: int
     paged: Paging
-    # Numbers that the caller's functions capture, by the name that kernels use.
     numbers: Mapping[str, int | float] = field(default_factory=dict)
 
     @classmethod

@@ -99,10 +99,10 @@ def _resolved(argument: Argument, found: Mapping[str, Any], plan: LaunchPlan) ->
 
 
 def _untouched(argument: Untouched, other: Any) -> Any:
-    """Return an array for a parameter that the kernel neither reads nor writes.
+    """Return an array for a kernel parameter that the kernel neither reads nor writes.
 
-    All elements have the same address. The element is NaN on the emulator. On a GPU, the address is
-    the address of ``other``.
+    ``argument`` contains the shape and the dtype. All elements of the array have the same address.
+    On a GPU, this is the address of the array ``other``. On the emulator, the element is NaN.
     """
     dtype = DTYPES[argument.dtype]
     if isinstance(other, DeviceArray):

@@ -278,7 +278,11 @@ def _fa2_backward(request: Request, decided: Decision) -> Plan:
 
 
 def _sum(name: str, shape: tuple[int, ...], zeroed: bool = False) -> Buffer:
-    """Return the buffer of a float32 sum. Its rows have an even length, for 8-byte addresses."""
+    """Return the buffer of a float32 sum, an array of workspace.
+
+    The length of a row is rounded up to an even number, so that rows start at 8-byte addresses. If
+    ``zeroed`` is True, the buffer is filled with zeros before the launches.
+    """
     return Buffer(name, (*shape[:-1], round_up(shape[-1], 2)), zeroed=zeroed)
 
 

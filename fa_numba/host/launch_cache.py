@@ -49,15 +49,23 @@ _SCALARS = frozenset((bool, int, float, str, type(None), np.bool_, np.float32, n
 
 
 class Call(NamedTuple):
-    """A call on GPU arrays: its key in the launch cache, and the values for replayed launches."""
+    """A call on GPU arrays: its key in the launch cache, and the values for replayed launches.
 
-    key: tuple  # everything on which the launches depend
-    pointers: list[int]  # addresses of the inputs, of arrays among the options, and of ``out``
-    seeds: tuple[int, int, int]  # the words from which dropout draws
+    field        meaning
+    key          all values on which the launches depend
+    pointers     addresses of the inputs, of arrays among the options, and of ``out``
+    seeds        seed and offset of dropout as 32-bit words
+    block_mask   the ``BlockMask`` of the call, or None
+    ordinal      number of the GPU
+    slot         index in ``pointers`` before which ``with_blocks`` inserts the addresses of the
+                 block mask's arrays. These addresses depend on the tiles of the launches
+    """
+
+    key: tuple
+    pointers: list[int]
+    seeds: tuple[int, int, int]
     block_mask: BlockMask | None = None
-    ordinal: int = HOST  # number of the GPU
-    # The addresses of the block mask's arrays are inserted before this index of ``pointers``. They
-    # depend on the tiles of the launches.
+    ordinal: int = HOST
     slot: int = 0
 
     def with_blocks(self, tile: BlockSize | None) -> Call:
@@ -76,23 +84,37 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class KeptCall:
-    """The recorded launches of a call that succeeded, and the facts for replaying the launches."""
+    """The recorded launches of a call that succeeded, and the facts for replaying the launches.
+
+    field       meaning
+    recording   the recorded launches
+    library     library of the results
+    ordinal     number of the GPU
+    context     CUDA context of the call, as ``device.current_context`` returns it
+    makers      functions that make new arrays for the results, except for ``out``
+    extents     (begin, end) of the bytes that each array of ``Call.pointers`` covers, relative to
+                the address of the array
+    written     indices in ``Call.pointers`` of the arrays to which kernels write
+    checked     addresses in ``Call.pointers`` of the call that was recorded. At these addresses,
+                the written arrays overlapped no other array
+    tile        tile size for which the launches read a ``BlockMask``
+    """
 
     recording: LaunchRecord
-    library: str  # the library of the results
-    ordinal: int  # number of the GPU
-    context: int  # the CUDA context, as ``device.current_context`` returns it
-    makers: tuple[Callable[[], Any], ...]  # make new arrays for the results, except for ``out``
-    # Bytes that each array of ``Call.pointers`` covers: (begin, end), relative to its address.
+    library: str
+    ordinal: int
+    context: int
+    makers: tuple[Callable[[], Any], ...]
     extents: tuple[tuple[int, int], ...]
-    written: tuple[int, ...]  # indices in ``Call.pointers`` of arrays to which kernels write
-    checked: tuple[int, ...]  # addresses at which the written arrays overlapped no other array
-    tile: BlockSize | None = None  # tile size for which the launches read a ``BlockMask``
+    written: tuple[int, ...]
+    checked: tuple[int, ...]
+    tile: BlockSize | None = None
 
     def run(self, call: Call, out: Any, handle: int) -> list[Any]:
         """Launch the kernels for ``call`` on the stream ``handle``, and return the results.
 
-        The GPU ``ordinal`` must be the current GPU.
+        ``out`` is the caller's array for the first result, or None. The GPU ``ordinal`` must be the
+        current GPU.
         """
         made = [make() for make in self.makers]
         addresses = [pointer_of(self.library, x) for x in made]
@@ -128,8 +150,9 @@ def describe_call(
 ) -> Call | None:
     """Return the key and the addresses of a call, or None for a call that is never stored.
 
-    ``choices`` contains all other arguments of the call. This function checks no values, so that it
-    is fast.
+    ``arrays`` contains the inputs, and ``out`` is the caller's array for the result. ``choices``
+    contains the arguments of the call that are neither arrays nor ``options``. This function checks
+    no values, so that it is fast.
     """
     if not device.on_gpu():
         return None
@@ -220,7 +243,10 @@ def _add_function(name: str, function: Any, key: list[Any], arrays: list[Any]) -
 
 
 def _add_captured(found: mods.Captured, key: list[Any], arrays: list[Any]) -> None:
-    """Add a translated function to ``key``, and the arrays that it captures to ``arrays``."""
+    """Add a caller's function to ``key``, and the arrays that it captures to ``arrays``.
+
+    ``found`` is the function in translated form, with the values that it captures.
+    """
     mod, values = found
     key += (mod.option, mod)
     for _, value in values:

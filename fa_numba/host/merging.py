@@ -189,9 +189,12 @@ def plan_of_merge_backward(
     aligned: bool,
     dlse: bool,
 ) -> LaunchPlan:
-    """Return the plan for the gradients of ``parts`` merged results: one launch for each part.
+    """Return the plan that computes the gradients of ``parts`` merged results.
 
-    The arguments are as in ``plan_of_merge``. ``dlse`` says that there is a gradient of L.
+    The plan has one launch for each part. ``sizes`` is (B, H, N, d) of a part. ``shapes`` are the
+    shapes of O and L in the caller's layout. ``dtype`` is the dtype of the parts and of O.
+    ``aligned`` says that all rows start at 16-byte addresses. ``dlse`` says that the loss has a
+    gradient of L.
     """
     batch, heads, rows, d = sizes
     kernel = make_merge_backward(d, dtype, dlse, aligned)
@@ -220,7 +223,11 @@ def merge(x: Any, x_lse: Any, y: Any, y_lse: Any, lse: Any, layout: str = "bhnd"
 
 
 def add(x: Any, y: Any, layout: str = "bhnd") -> None:
-    """Compute x += y. The shapes and dtypes of x and y are as in ``merge``."""
+    """Compute x += y.
+
+    x and y are (B, H, N, d), or (B, N, H, d) with ``layout="bnhd"``. They may be float32, float16
+    or bfloat16, with any strides.
+    """
     _run({"x": x, "y": y}, layout)
 
 

@@ -25,12 +25,13 @@ def plan_of_attention(
 ) -> Plan:
     """Return the plan of a pass of attention.
 
-    The plan is for the current device, or for the GPU of ``device.planning_for``. ``aligned`` is
-    the field of ``Request``. Raises ValueError for choices that no kernel supports for the problem
-    and the device.
+    The plan is for the current device, or for the GPU of ``device.planning_for``. ``aligned`` says
+    whether kernels may use 16-byte accesses to all rows. Raises ValueError for choices that no
+    kernel supports for the problem and the device.
 
-    A ``BlockMask`` that was made for tiles chooses these tiles. If no backward kernel supports
-    them, the backward pass chooses tiles as if there were no block mask.
+    If ``block_mask`` is a ``BlockMask`` that was made for certain tiles, the call uses these tiles.
+    If no backward kernel supports the tiles, the backward pass chooses tiles as if there were no
+    block mask.
     """
     if isinstance(block_mask, BlockMask) and block_mask.tiles and choices.tiles is None:
         try:
@@ -49,7 +50,10 @@ def _with_tiles(choices: Choices, tiles: Tiles) -> Choices:
 
 
 def again(request: Request, block_mask: Any = None) -> Plan:
-    """Make the plan of a stored request again, for the device that the request names."""
+    """Return the plan of a stored request, for the device that the request names.
+
+    ``block_mask`` becomes the attribute ``block_mask`` of the plan.
+    """
     with planning_for(request):
         return replace(planned(request), block_mask=block_mask)
 

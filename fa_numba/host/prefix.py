@@ -46,16 +46,24 @@ _BESIDE = {
 class PrefixPlan(Plan):
     """The plan of a call with a prefix, which consists of up to four plans.
 
-    Kernels, workspace, accesses and FLOPs are totals over all parts. The other attributes of
-    ``Plan`` come from the part ``own``.
+    field     meaning
+    gather    plan that copies q; None if q can be read as rows of one batch entry
+    prefix    plan of the pass of all queries over the prefix
+    own       plan of the pass over the own keys of each sequence
+    merge     plan that merges the results of both passes
+    between   workspace for results of one plan that another plan reads
+    made_by   the arguments of ``_planned``
+
+    Kernels, workspace, accesses and FLOPs are totals over all of these plans. The other attributes
+    of ``Plan`` come from the plan ``own``.
     """
 
-    gather: LaunchPlan | None  # copies q; None if q can be read as rows of one batch entry
-    prefix: Plan  # the pass of all queries over the prefix
-    own: Plan  # the pass over the own keys of each sequence
+    gather: LaunchPlan | None
+    prefix: Plan
+    own: Plan
     merge: LaunchPlan
-    between: tuple[Buffer, ...]  # workspace for the results of one part that another part reads
-    made_by: tuple = field(compare=False, repr=False)  # the arguments of ``_planned``
+    between: tuple[Buffer, ...]
+    made_by: tuple = field(compare=False, repr=False)
 
     @property
     def why(self) -> Reasons:

@@ -66,10 +66,11 @@ class Collected:
     """The launches of a run so far, in this process and in other processes.
 
     `launched` contains the launches of this process, and `told` the launches of other processes.
+    `files` contains the digests `calls` and `emulator` as they were before the run.
     """
 
     launched: device.Launched
-    files: Ran  # `calls` and `emulator`, as they were before the run
+    files: Ran
     told: dict[str, list[Ran]] = field(default_factory=dict)
 
     def of(self, machine: str) -> Ran:
