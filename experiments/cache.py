@@ -176,7 +176,8 @@ def _message(found: dict[Key, dict[str, float]], known: dict[Key, float]) -> str
 def _errors(found: dict[Key, dict[str, float]], known: dict[Key, float]) -> dict[Key, float]:
     """Return the relative error of the model's DRAM bytes for an H200, as {call: error}.
 
-    An error of -0.1 means that the model's bytes are 10 % below the measured bytes.
+    `found` is a result of `predicted`, and `known` is a result of `measured`. An error of -0.1
+    means that the model's bytes are 10 % below the measured bytes.
     """
     return {
         at: places["H200"] / known[at] - 1

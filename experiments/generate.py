@@ -125,7 +125,8 @@ def _difference(
 ) -> Row:
     """Return the row with the number of characters that differ with and without a cache.
 
-    `text` is the beginning of a generated text, for the row's note.
+    `differing` is this number, for `sequences` sequences of `keys` characters. `text` is the
+    beginning of a generated text, for the row's note.
     """
     common = _columns(series, CACHE, sequences, keys, machine)
     common |= {"metric": "difference", "unit": "characters", "note": f"{TEXT}; {text}"}
@@ -195,9 +196,9 @@ def _modelled(series: str, n: int) -> Iterator[Row]:
 def _timed(series: str, lengths: Sequence[int], machine: str) -> Iterator[Row]:
     """Yield the milliseconds per character, and how many characters differ without a cache.
 
-    The text is generated with a cache. Then one call of the model without a cache computes the
-    likeliest next character for each beginning of the text. These characters are compared with the
-    text.
+    `lengths` are the lengths of text at which the time is measured. The text is generated with a
+    cache. Then one call of the model without a cache computes the likeliest next character for each
+    beginning of the text. These characters are compared with the text.
     """
     taken, failure = attempt(_generated, series, DTYPES[series], sorted(lengths))
     if taken is None:
@@ -214,10 +215,13 @@ def _timed(series: str, lengths: Sequence[int], machine: str) -> Iterator[Row]:
 def _generated(
     series: str, dtype: str, lengths: Sequence[int]
 ) -> tuple[dict[tuple[str, int], list[float]], int, str]:
-    """Generate text on the GPU with a cache, and repeat the last steps before each length without.
+    """Generate text on the GPU with a cache, and generate parts of the text again without a cache.
 
-    Return three values: milliseconds as {(CACHE or WHOLE, length): times of the last WINDOW
-    characters}, the number of characters that differ, and the beginning of the first text.
+    The parts are the last WINDOW characters before each of the `lengths`. Return three values:
+
+    - {(CACHE or WHOLE, length): times of these characters in milliseconds},
+    - the number of characters that differ without a cache,
+    - the beginning of the first text.
     """
     trained, text = model(), learned()
 

@@ -209,7 +209,8 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
 def _limits(bench: Bench, hopper: bool) -> Iterator[Row]:
     """Yield the speeds of matrix products alone and of exponentials alone.
 
-    The columns with sizes contain the sizes of the matrices.
+    The columns for the sizes of a problem contain the sizes of the matrices. If `hopper` is false,
+    only torch's matrix products are measured.
     """
     if peers.available():
         yield from bandwidth.matmul_peak(NAME, "float16", bench.machine)
@@ -239,8 +240,8 @@ def shares(rows: Sequence[Row], speed: float, head_dim: int) -> dict[str, float]
 def gains(rows: Sequence[Row]) -> dict[str, float]:
     """Return the gain of each step as {series: time of the step before / time of the step}.
 
-    The gain of TWO_STAGES is over the step with 32 rows a warp. For FA-1, the gain compares rows
-    divided over the warps with keys divided over the warps.
+    For the step TWO_STAGES, "the step before" is the step with 32 rows per warp. For FA-1, the gain
+    is the time with keys divided over the warps / the time with rows divided over the warps.
     """
     times = values(rows, "series", metric="time")
     pairs = [(LADDER[-2].series, TWO_STAGES.series), ("fa1-mma-keys", "fa1-mma-rows")]

@@ -378,7 +378,11 @@ def table(rows: Sequence[Row], units: Sequence[str] = UNITS) -> Table | None:
 
 
 def _causal_skipping(every: Problems, passes: str, problem: Problem) -> list[str]:
-    """Return two cells, for FA-1 and FA-2: time without a mask / time with a causal mask."""
+    """Return two table cells, for FA-1 and FA-2: how much faster a call is with a causal mask.
+
+    The number is the time without a mask / the time with a causal mask. `every` contains the rows
+    of each pass and problem.
+    """
     whole = by_step(every[passes, problem])
     skipped = by_step(every.get((passes, replace(problem, causal=True)), ()))
     at = [(step, "measured", "time") for step in ("fa1", "fa2")]
@@ -389,8 +393,9 @@ def _causal_skipping(every: Problems, passes: str, problem: Problem) -> list[str
 def _example(every: Problems, largest: bool = False) -> tuple[tuple[str, Problem], list[Row]]:
     """Return the problem that is shown in detail, as ((pass, problem), rows).
 
-    It is forward if possible, in fp16 if possible, and has the smallest head dimension, or the
-    largest if `largest` is true.
+    A problem in fp16 is preferred to other dtypes. Among these problems, the problem with the
+    smallest head dimension is taken, or with the largest head dimension if `largest` is true. If
+    the problem has rows of both passes, the forward pass is taken.
     """
 
     def order(item: tuple[tuple[str, Problem], list[Row]]) -> tuple:

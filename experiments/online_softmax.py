@@ -143,7 +143,10 @@ def _count_attention(series: str, problem: Problem, inputs: Inputs) -> Iterator[
 def _attention(
     series: str, problem: Problem, tiles: Any, accesses: Any, machine: str
 ) -> Iterator[Row]:
-    """Yield the loads and stores of all arrays, and the loads and stores of S and P alone."""
+    """Yield rows with the loads and stores of a call: of all arrays, and of S and P alone.
+
+    `accesses` contains the loads and stores of each array.
+    """
     fields = columns(NAME, series, problem, machine, tiles)
     yield from counts.totals(accesses, **fields)
     for metric in ("loads", "stores"):

@@ -45,7 +45,8 @@ PROTOCOL = (
 def step(sequences: int, prefix: int, sizes: Sequence[int], dtype: str = "float16") -> Problem:
     """Return the problem of a decoding step: one row of Q for each sequence.
 
-    Each sequence has the keys of the prefix and keys of its own. `sizes` is SMALL or LARGE.
+    `sequences` is the number of sequences, and `prefix` is the number of keys of the prefix. Each
+    sequence has the keys of the prefix and keys of its own. `sizes` is SMALL or LARGE.
     """
     heads, heads_k, own, d, _ = sizes
     return Problem(sequences, heads, heads_k, 1, prefix + own, d, dtype=dtype)
@@ -75,6 +76,7 @@ def arrays(problem: Problem, sizes: Sequence[int], inputs: Inputs) -> tuple[np.n
     """Return q, the prefix's k and v, and the k and v of the sequences' own keys.
 
     The prefix's arrays have shape (heads_k, N, d), and the other arrays (batch, heads, N, d).
+    `inputs` returns random arrays for a problem. `sizes` is SMALL or LARGE.
     """
     prefix = prefix_of(problem, sizes)
     q, k, v = inputs(replace(problem, seqlen_k=sizes[2]))

@@ -99,8 +99,9 @@ def orders(
 ) -> Answer:
     """Return the first panel's answer: the traces of both loop orders, and the numbers of tiles.
 
-    If the reader typed a mask, the emulator makes the traces. Raise ValueError if the mask is not
-    allowed, or if the emulator would take long.
+    The arguments are the inputs of the panel, which the reader chooses. `causal` is "yes" or "no".
+    If `mask` is not empty, the reader typed a mask, and the emulator makes the traces. Raise
+    ValueError if the mask is not allowed, or if the emulator would take long.
     """
     found: Answer = {"Tr": -(-N // Br), "Tc": -(-N // Bc)}
     problem = traced_calls.problem_of(N, d, causal == "yes", window, unit)
@@ -362,8 +363,9 @@ def traffic(
 ) -> Answer:  # fmt: skip
     """Return the third panel's answer: tiles, FLOPs, workspace and accesses of each algorithm.
 
-    All numbers are closed forms. `M` is the on-chip memory in KiB. If `tiles` is "rule", Br and Bc
-    follow from M.
+    All numbers are closed forms. The arguments are the inputs of the panel, which the reader
+    chooses. `M` is the on-chip memory in KiB. If `tiles` is "rule", Br and Bc follow from `M`, and
+    the arguments `Br` and `Bc` are not used.
     """
     element = DTYPES[dtype].bytes
     if tiles == "rule":

@@ -113,7 +113,10 @@ def _over(over: Curve, under: Curve) -> Curve:
 
 
 def _bars(paper: str, panels: Panels, what: str) -> Any:
-    """Draw all bars of the figure. This is used if our GPU is the paper's GPU."""
+    """Draw the figure with a bar for each speed. This is used if our GPU is the paper's GPU.
+
+    `panels` maps the title of a panel to its curves. `what` is the line below the title.
+    """
     figure, axes = style.new(len(panels), 1, 1.3 + 2.5 * len(panels))
     *_, theirs, ours = BARS[paper]
     found: list[float] = []

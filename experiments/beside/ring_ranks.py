@@ -294,10 +294,11 @@ class _Bench:
             return Found(index, [], failure=str(error), slow=self.slow)
 
     def _all(self, work: Callable[..., Any], *given: Any) -> Any:
-        """Return this rank's result of `work`, which every rank calls.
+        """Call the function `work` on this rank, and return the result.
 
-        Raise _Failed on all ranks if `work` fails on one of them. Note the slowest rank, if it
-        keeps the others waiting.
+        Every rank must call this method at the same point. If `work` fails on one rank, all ranks
+        raise _Failed. If the slowest rank keeps the other ranks waiting, text that names the rank
+        is stored in `slow`.
         """
         begin = time.monotonic()
         result, failure = attempt(work, *given)
@@ -448,14 +449,18 @@ class _Bench:
         return times, int(sent), memory
 
     def _gathered(self, numbers: Sequence[float]) -> list[list[float]]:
-        """Return the numbers of every rank."""
+        """Return a list with the `numbers` of each rank, after every rank has called the method."""
         own = self.torch.tensor(numbers, dtype=self.torch.float64, device=self.device)
         every = [self.torch.empty_like(own) for _ in range(self.ranks)]
         self.dist.all_gather(every, own)
         return [each.tolist() for each in every]
 
     def _profiled(self, call: Callable[[], Any]) -> tuple[list[float], list[float]]:
-        """Return each rank's milliseconds of computing, and the hidden share of its copies."""
+        """Profile a call. Return two lists with one number for each rank.
+
+        The first list contains the milliseconds in which the rank's GPU computes. The second list
+        contains the share of the copying time in which the GPU computes too.
+        """
         self._all(self._twice, call)
         spans = self._all(ring_spans.recorded, self.torch, call)
         by_rank = self._gathered([ring_spans.busy(spans), ring_spans.hidden(spans)])

@@ -46,7 +46,7 @@ def planned(
 ) -> fa_numba.Plan:
     """Return the plan of a call on the emulated device.
 
-    `blocks` is the block mask of the call, if any. Raise ValueError like `check`.
+    `blocks` is the block mask of the call, or None. Raise ValueError like `check`.
     """
     check(problem.seqlen_q, problem.head_dim, tiles.Br, tiles.Bc)
     with device.using("emulator"):
@@ -66,7 +66,7 @@ def trace(
 ) -> Trace:
     """Run a call on the emulator and return the trace of its loads and stores.
 
-    Raise ValueError like `check`.
+    `blocks` is the block mask of the call, or None. Raise ValueError like `check`.
     """
     planned(series, problem, tiles, blocks)
     with device.using("emulator"), emulator.trace() as accesses:

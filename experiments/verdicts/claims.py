@@ -141,10 +141,10 @@ def reading() -> Quantity:
 
 
 def merged(series: str, dtype: str) -> Pair:
-    """Return a ratio of errors, and the largest ratio that the claim allows.
+    """Return a ratio of errors, and the bounds of the ratio that the claim allows.
 
-    The ratio is the error of results that were merged over pages / the error of one call over all
-    keys.
+    The numerator is the error of results that were merged over pages. The denominator is the error
+    of one call over all keys.
     """
     error = partial(rows, measured.NAME, series=series, metric="error", dtype=dtype,
                     seqlen_q=measured.PAGE)  # fmt: skip

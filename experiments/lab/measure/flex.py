@@ -55,7 +55,7 @@ def _laid_out(problem: Problem, *arrays: Any) -> tuple[Any, ...]:
 
 
 def _as_given(problem: Problem, x: Any) -> Any:
-    """Return an array in the layout of the problem, given the array in flex_attention's layout."""
+    """Convert an array from flex_attention's layout to the layout of the problem, and return it."""
     return x[0].transpose(0, 1) if problem.packed else x
 
 

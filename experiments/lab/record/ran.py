@@ -74,7 +74,10 @@ class Collected:
     told: dict[str, list[Ran]] = field(default_factory=dict)
 
     def of(self, machine: str) -> Ran:
-        """Return the digests of the launches on the emulator, or on the GPU for any other name."""
+        """Return the digests of the launches on a machine.
+
+        `machine` is "emulator" for the launches on the emulator, or the name of the GPU.
+        """
         where = "emulator" if machine == EMULATOR else "gpu"
         mine = _launches(self.launched.kernels[where], self.launched.origins[where], machine)
         if machine == EMULATOR:
@@ -109,7 +112,7 @@ def tell(launches: Ran) -> None:
 
 
 def merged(found: Sequence[Ran]) -> Ran:
-    """Merge the digests of the launches of several processes into one dictionary."""
+    """Merge several dictionaries with digests of launches, one per process, into one dictionary."""
     whole: Ran = {}
     for each in found:
         for name, value in each.items():

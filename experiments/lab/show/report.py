@@ -218,10 +218,10 @@ def _l2_sentence(store: Store, gpus: Mapping[str, str]) -> str:
 
 
 def _source(store: Store, experiment: str, its_gpu: str) -> list[str]:
-    """Return a list with the origin of a recording: its file, GPU, date and commit.
+    """Return a list with one text: the file, GPU, date and commit of an experiment's recording.
 
-    If there is no recording of the GPU, the recording of the emulator or of closed forms is
-    described. The list is empty if there is no recording at all.
+    The recording is from the GPU `its_gpu`. If there is no such recording, the text describes the
+    recording of the emulator or of closed forms. Without any recording, the list is empty.
     """
     stored = store.machines(experiment)
     counted = EMULATOR, "counted on the emulator"
