@@ -135,7 +135,7 @@ def land_box(data, written, first, places, values, stamp):
 
 @part_of_a_loop
 def _give_back(reads, touched, row, parts, first, places, stamp):
-    """Mark the elements of an asynchronous read; see `give_back`."""
+    """Mark the elements of an asynchronous read, as `give_back` describes."""
     each = places.size // parts
     for part in range(parts):
         mark = stamp if stamp == READING else stamp + part

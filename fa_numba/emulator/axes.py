@@ -103,17 +103,17 @@ class Axes(Unconverted):
         self.flat[self.position(place)] = value
 
     def position(self, place: tuple[Any, ...]) -> Any:
-        """Return the position of an element in row-major order, by lane if lanes differ.
+        """Return the position of an element in row-major order.
 
         Parameters
         ----------
         place : tuple
-            One index per axis of the complete array.
+            One index per axis of the complete array: a number, or an array over the lanes.
 
         Returns
         -------
         int or ndarray of int
-            The position.
+            The position. It is an array over the lanes if lanes have different positions.
 
         Raises
         ------

@@ -93,33 +93,37 @@ class Flow:
     # ---- `and`, `or` and conditional expressions with an operand that only some lanes may evaluate
 
     def only(self, condition: np.ndarray) -> bool:
-        """Continue with the lanes whose condition is true; return whether there are any.
+        """Begin to evaluate an expression that only the lanes with a true condition need.
 
-        The mask before the call is kept for the end of the expression.
+        The expression is the second operand of `and`, or an operand of a conditional expression.
+        Continue with these lanes, and return whether there are any. The mask before the call is
+        restored by `then`, `then_none` or `chosen`.
         """
         self._outer.append(self.mask)
         return self.narrow(condition)
 
     def unless(self, condition: np.ndarray) -> bool:
-        """Continue with the lanes whose condition is false; return whether there are any.
+        """Begin to evaluate an expression that only the lanes with a false condition need.
 
-        The mask before the call is kept for the end of the expression.
+        The expression is the second operand of `or`. Continue with these lanes, and return whether
+        there are any. The mask before the call is restored by `then` or `then_none`.
         """
         return self.only(~truth(condition))
 
     def others(self, condition: np.ndarray) -> bool:
-        """After `only`, continue with the lanes whose condition is false.
+        """Begin to evaluate the other operand of a conditional expression.
 
-        Return whether there are any.
+        Only the lanes with a false condition need this operand. Continue with these lanes, and
+        return whether there are any. `only` was called before, for the lanes with a true condition.
         """
         self.mask = self._outer.pop()
         return self.only(~truth(condition))
 
     def then(self, joined: Callable[..., Any], condition: np.ndarray, value: Any) -> Any:
-        """Continue with all lanes again, after the second operand of `and` or `or`.
+        """Return the value of `and` or `or`, and restore the mask before the expression.
 
-        `joined` is `lanes.both` or `lanes.any_`. Return its result for the condition and the second
-        operand.
+        `joined` is `lanes.both` for `and`, or `lanes.any_` for `or`. `condition` is the value of
+        the first operand, and `value` is the value of the second operand.
         """
         self.mask = self._outer.pop()
         return joined(condition, value)
@@ -133,10 +137,10 @@ class Flow:
         return condition
 
     def chosen(self, condition: np.ndarray, one: Any, other: Any) -> Any:
-        """Continue with all lanes again, and return the value of a conditional expression.
+        """Return the value of a conditional expression, and restore the mask before the expression.
 
-        `one` is the value where the condition is true, `other` the value where it is false. A value
-        is `undefined` if no lane needed it.
+        `one` is the value where the condition is true, and `other` is the value where the condition
+        is false. A value is `undefined` if no lane needed it.
         """
         self.mask = self._outer.pop()
         if one is undefined or other is undefined:

@@ -196,7 +196,10 @@ class Knowledge(Waiting):
             self.seen[warp] = np.maximum(self.seen[warp], self._by_warp(known))
 
     def _arrive(self, warp: int, barrier: int, threads: int, waits: bool) -> NamedBarrier:
-        """Also record what single threads of an arriving warp know; see `Waiting._arrive`."""
+        """Record that a warp arrives at a named barrier, as `Waiting._arrive` describes.
+
+        Also record what single threads of the warp know.
+        """
         named = super()._arrive(warp, barrier, threads, waits)
         if self._heard is not None:
             mine = self._heard[warp * WARP : warp * WARP + WARP].max(axis=0)

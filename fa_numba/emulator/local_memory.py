@@ -1,6 +1,6 @@
-"""Local arrays, of which each thread has its own copy. Uninitialised reads are found.
+"""Local arrays, of which each thread has its own copy.
 
-Accesses out of bounds are found, too.
+Reads of elements that were never written are found. Accesses out of bounds are found, too.
 """
 
 from __future__ import annotations

@@ -344,7 +344,7 @@ class Mbarriers(Knowledge):
         self.mask = outer
 
     def _wait_mbarrier(self, barrier: Mbarrier, parity: int) -> None:
-        """Wait in the lanes that take part; see `wait_mbarrier`."""
+        """Wait for the end of the phase that `parity` selects; see `wait_mbarrier`."""
         if parity not in (0, 1):
             raise self.fault(BarrierMisuse, f"wait_mbarrier: parity must be 0 or 1, got {parity}")
         lanes = self.active_lanes()

@@ -4,9 +4,9 @@ From its start to `wait_products`, a product reads its operands in shared memory
 of A, and it writes the registers of C. Writing the operands, or accessing C, before the wait is an
 error.
 
-A warp waits only for its own part of the product (PTX ISA, "wgmma.wait_group": what the executing
-threads have committed). This part reads the warp's 16 rows of A and all of B. A warp knows that the
-parts of the other warps have ended when it has synchronised with these warps.
+A warp waits only for its own part of the product (PTX ISA, "wgmma.wait_group"). This part reads the
+warp's 16 rows of A and all of B. A warp knows that the parts of the other warps have ended when it
+has synchronised with these warps.
 """
 
 from __future__ import annotations
@@ -406,9 +406,10 @@ class Products(Boxes):
             self._registers[warp], self._registers_at[warp] = count, site
 
     def left_over(self) -> None:
-        """Raise if the warps of a thread block end with numbers of registers that are not allowed.
+        """Raise an error if a thread block ends with numbers of registers that are not allowed.
 
-        See `Boxes.left_over`.
+        `take_registers` and `give_registers` set these numbers for each warp. The launch calls this
+        method when a thread block ends.
         """
         super().left_over()
         if not self._registers:

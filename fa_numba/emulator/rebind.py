@@ -82,15 +82,18 @@ def _note_names(namespace: Any) -> None:
 class Rebinder:
     """Rewrites a kernel and all functions that it calls, and replaces their global values.
 
-    The functions are rewritten (rewrite.py). The values of their globals and closure variables are
-    replaced:
+    The statements of the functions are rewritten by rewrite.py. The values of their globals and
+    closure variables are replaced:
 
-        numba.cuda and its parts      the launch's `cuda`
-        device functions              rewritten copies; also for functions of this package and of
-                                      the kernel's module
-        intrinsics                    their `emulation`
-        numba types                   casts
-        math                          a version that returns inf and NaN where Python raises
+        value                                          replacement
+        numba.cuda and its parts                       the launch's `cuda`
+        device functions                               rewritten copies
+        functions of this package or of the module     rewritten copies
+        that contains the kernel
+        intrinsics                                     the Python function in `emulation`
+        numba types                                    casts
+        math                                           a version that returns inf and NaN where
+                                                       Python raises an error
 
     `codes` maps the id of a rewritten function's code object to the code object. `originals` maps
     the same id to the code object before rewriting.
@@ -197,9 +200,10 @@ class Rebinder:
         return self.function(value) if self._is_ours(value) else value
 
     def _is_ours(self, value: Any) -> bool:
-        """Return whether a value is a function to rewrite: of this package or of a kernel's module.
+        """Return whether a value is a Python function that must be rewritten.
 
-        Functions of the emulator are not rewritten.
+        Functions of this package and of the module that contains a kernel are rewritten. Functions
+        of the emulator are not.
         """
         if not isinstance(value, FunctionType):
             return False

@@ -104,7 +104,10 @@ def blocks(node: ast.stmt) -> list[list[ast.stmt]]:
 
 
 def statements_within(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield all statements inside a node, those of inner functions too, in `ast.walk`'s order."""
+    """Yield all statements inside a node, in the order of `ast.walk`.
+
+    Statements of functions inside the node are included.
+    """
     level = [node]
     while level:
         inner: list[ast.AST] = []
@@ -198,7 +201,7 @@ def multiply_add_chain(statements: list[ast.stmt]) -> list[ast.AugAssign]:
 
 
 def is_pure(node: ast.expr) -> bool:
-    """Return whether lanes that do not need the value of an expression may evaluate it too."""
+    """Return whether lanes may evaluate an expression although they do not need its value."""
     for each in ast.walk(node):
         if isinstance(each, ast.Call) and not (
             isinstance(each.func, ast.Name) and each.func.id in PURE

@@ -109,7 +109,7 @@ class Waiting(Context):
         return True
 
     def _release(self) -> None:
-        """Let all groups of the thread block go on."""
+        """Let all groups of the thread block continue."""
         for g in self._groups:
             g.state = READY
 

@@ -87,9 +87,12 @@ def _listed(first: int, count: int) -> str:
 def _call(context, builder, rC, C, n, adds, inputs, text):
     """Insert the instructions of a product into the code.
 
-    `rC` is the Numba type of the array of C, and `C` its value. C has `n` columns. If `adds` is not
-    0, the product is added to C. `inputs` are the operands of the PTX after the registers of C.
-    ``text(first)`` yields the instructions, in which the inputs begin at operand `first`.
+    rC, C     Numba type and value of the local array of C
+    n         number of columns of C
+    adds      the product is added to C if `adds` is not 0
+    inputs    operands of the PTX that follow the registers of C
+    text      function that yields the instructions. The argument is the number of the first
+              operand of `inputs` in the PTX.
     """
     data = context.make_array(rC)(context, builder, C).data
     places = [builder.gep(data, [I32(place)]) for place in _places(n)]
@@ -113,10 +116,11 @@ def _replaced(builder, code, places, given, tied):
 
 
 def _instruction(kind: str, n: int, a: str, across: Sequence[int], adds: bool) -> str:
-    """Return the PTX of one step of a product with `n` columns. `a` is the operand A.
+    """Return the PTX of one step of a product with `n` columns.
 
-    `kind` is "f16" or "bf16". `across` says for each operand in shared memory whether it is stored
-    transposed. `adds` says whether the step adds to C.
+    `kind` is "f16" or "bf16". `a` is the text of the operand A. `across` contains 0 or 1 for each
+    operand in shared memory: 1 if the operand is stored transposed. `adds` says whether the step
+    adds to C.
     """
     shape = f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{kind}.{kind}"
     modes = ", ".join(map(str, (int(adds), 1, 1, *across)))

@@ -102,7 +102,7 @@ def count(problem: Problem, loads: dict[str, int], stores: dict[str, int]) -> Ac
     """
 
     def touched(counts: dict[str, int]) -> dict[str, int]:
-        """Return the counts without arrays whose count is 0."""
+        """Return `counts` without the arrays whose count is 0."""
         return {name: n for name, n in counts.items() if n}
 
     return Accesses(touched(loads), touched(stores), problem.dtype)

@@ -15,7 +15,7 @@ from fa_numba.problem import BlockSizes, Problem
 
 
 class _Block(NamedTuple):
-    """Tile sizes of one query head, if several query heads share a row tile."""
+    """Tile sizes for one query head, if several query heads share a row tile."""
 
     Br: int
     Bc: int

@@ -259,9 +259,9 @@ def _of_seen(
     passes: str,
     dlse: bool,
 ) -> LinkTraffic:
-    """Return the bytes on the link of one rank in a call with a window or lengths.
+    """Return the bytes on the link of one rank in a call with a window or with lengths.
 
-    `seen` is the result of `_seen`.
+    `seen` is the result of `_seen`. The other arguments are those of `ring`.
     """
     ranks, rows = len(seen), problem.seqlen_q if travels == "q" else problem.seqlen_k
     messages = ring_messages(problem, travels=travels, passes=passes, dlse=dlse)
