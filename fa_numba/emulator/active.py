@@ -149,7 +149,7 @@ class Active(Flow):
         return taken[0].item() if (taken == taken[0]).all() else of_block[blocks]
 
     def whole_blocks(self, lanes: np.ndarray) -> np.ndarray:
-        """Return `lanes` unchanged. Raise OneByOne if they are only some lanes of a thread block.
+        """Return `lanes` unchanged if it contains only complete thread blocks, else raise OneByOne.
 
         `lanes` has one bool per lane.
         """
@@ -166,9 +166,9 @@ class Active(Flow):
         return np.bincount(self.group.blocks[lanes], minlength=self.at_once)
 
     def covers(self, lanes: np.ndarray, mask: Mask) -> bool:
-        """Return whether these lanes include all lanes of the mask.
+        """Return whether `lanes` includes all lanes of `mask`.
 
-        `lanes` has one bool per lane. The result is cached.
+        Both have one bool per lane. The result is cached.
         """
         if lanes is mask:
             return True

@@ -159,10 +159,11 @@ def give_back(reads, touched, row, parts, first, places, stamp):
 def lend(
     data, written, reads, touched, row, parts, first, places, known, fences, warps, base, values
 ):
-    """Copy elements to `values` for an asynchronous read, and mark them as being read.
+    """Copy elements of shared memory to `values` for an asynchronous read.
 
-    Until the read has ended, no thread may write the elements. Return -1, or the index of the first
-    element that may not be read. `row` and `parts` are described in `give_back`.
+    Also mark the elements as being read. No thread may write them until the read has ended. Return
+    -1, or the index into `places` of the first element that may not be read. `row` and `parts` are
+    described in `give_back`.
     """
     allowed = -1  # a stamp that was checked: neighbours mostly have equal stamps
     for n in range(places.size):

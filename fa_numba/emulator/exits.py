@@ -112,7 +112,7 @@ class Exits:
         return lanes
 
     def loop(self) -> None:
-        """Begin a loop: `breaks` and `continues` then refer to it."""
+        """Begin a loop. Later calls of `breaks` and `continues` refer to this loop."""
         self.loops.append(_Loop())
 
     def enter(self) -> None:
@@ -127,7 +127,7 @@ class Exits:
         return self.settle(loop.mask)
 
     def ended(self, mask: Mask) -> None:
-        """Continue after the innermost loop with the lanes of `mask` that have not returned.
+        """End the innermost loop, and continue with the lanes of `mask` that have not returned.
 
         `mask` are the lanes that entered the loop.
         """

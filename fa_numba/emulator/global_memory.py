@@ -640,7 +640,11 @@ class GlobalArray(Unconverted):
     def _part(
         self, shape: tuple[int, ...], strides: tuple[int, ...], steps: tuple[int, ...], offset: Any
     ) -> GlobalArray:
-        """Return a view on the same memory. `steps` are the strides in elements."""
+        """Return a view on the same memory.
+
+        `shape`, `strides` (in bytes) and `steps` (the strides in elements) are of the view.
+        `offset` is the position in memory of the view's first element.
+        """
         part = object.__new__(GlobalArray)
         for slot in GlobalArray.__slots__:
             setattr(part, slot, getattr(self, slot))

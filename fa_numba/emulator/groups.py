@@ -27,13 +27,17 @@ Site = tuple[int, int]  # a call in kernel code: id of the code object, offset o
 
 
 class OneByOne(BaseException):
-    """Raised if thread blocks that run at the same time must begin again and run one by one."""
+    """Raised if several thread blocks cannot run at the same time any longer.
+
+    The thread blocks then begin again, and run one by one.
+    """
 
 
 class Parting(BaseException):
-    """Raised if lanes wait for other lanes of their group. The thread block then begins again.
+    """Raised if lanes would wait for other lanes of their group.
 
-    `lanes` says which lanes of the group become a group of their own.
+    The thread block then begins again, with these lanes in a group of their own. `lanes` says which
+    lanes of the group these are.
     """
 
     def __init__(self, lanes: np.ndarray) -> None:
@@ -121,7 +125,7 @@ class Group:
         return known
 
     def crossed(self, bits: int) -> np.ndarray:
-        """Return a cached array: for each lane, the lane whose number differs in these bits."""
+        """Return the array ``lane ^ bits`` for all lanes of the group. The array is cached."""
         known = self._crossed.get(bits)
         if known is None:
             known = self._crossed[bits] = np.arange(self.count) ^ bits

@@ -150,7 +150,7 @@ class Knowledge(Waiting):
         return known
 
     def _learn(self, known: np.ndarray) -> None:
-        """Record that the lanes that take part now also know the row `known`."""
+        """Record that the lanes that take part now also know what the row `known` says."""
         tids, whole, others = self._whole_and_others()
         by_warp = self._by_warp(known)
         self.seen[whole] = np.maximum(self.seen[whole], by_warp)
@@ -236,11 +236,12 @@ class Knowledge(Waiting):
     def checked(
         self, check: Callable[..., int], *args: Any, tids: np.ndarray, last: tuple[Any, ...]
     ) -> tuple[int, np.ndarray]:
-        """Call a function of async_checks.py; return its result, and the knowledge of the threads.
+        """Call a function of async_checks.py; return its result, and what the threads `tids` know.
 
-        `args` are the arguments of the function before `known`, and `last` the arguments after
-        `base`. The function is called first with lower stamps, which are faster to compute, and
-        again with exact stamps if it fails.
+        `args` are the arguments of `check` before `known`, and `last` are the arguments after
+        `base`. Stamps that are lower than necessary are faster to compute. The function is
+        therefore first called with such stamps. If it finds an access that is not allowed, it is
+        called again with exact stamps.
         """
         known = self.known_by(tids)
         bad = -1

@@ -80,9 +80,9 @@ class MbarrierTile:
         self.array = array
 
     def merged(self, mask: Any, other: Any) -> MbarrierTile:
-        """Return this array. Raise TypeError unless all lanes have the same array.
+        """Return this array, which must be the value of a variable in all lanes after a branch.
 
-        `other` is the array of the lanes outside of `mask`.
+        `other` is the value in the lanes outside of `mask`. Raise TypeError if it is another array.
         """
         if other.__class__ is not MbarrierTile:
             raise TypeError(two_arrays(self, other))
@@ -255,9 +255,10 @@ class Mbarriers(Knowledge):
             raise self.fault(BarrierMisuse, text, None, lane)
 
     def arrive_mbarrier(self, tile: MbarrierTile, index: Any, size: Any = None) -> None:
-        """Let the lanes that take part arrive at tile[index]; each lane announces `size` bytes.
+        """Let the lanes that take part arrive at the mbarrier tile[index].
 
-        None means 0 bytes. Raise BarrierMisuse if more lanes arrive than the phase waits for.
+        Each lane announces `size` bytes, which copies must deliver before the phase ends. None
+        means 0 bytes. Raise BarrierMisuse if more lanes arrive than the phase waits for.
         """
         self.alone()
         self.instruction("barrier")

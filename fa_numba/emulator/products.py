@@ -376,7 +376,7 @@ class Products(Boxes):
             self._products[number] = marked
 
     def _end(self, product: Product) -> None:
-        """Record that a product has ended: its operands may be written again."""
+        """Record that a product has ended, so that its operands may be written again."""
         product.ended = True
         if product.A is not None:
             product.A.arrive(product)

@@ -234,7 +234,7 @@ class Launch(Products):
         self.rebind()
 
     def _run_block(self, number: int) -> None:
-        """Run one thread block; begin again as long as its lanes must be grouped differently.
+        """Run one thread block. Run it again if its lanes must be divided into other groups.
 
         `number` is the number of the thread block in the launch, from 1 on.
         """

@@ -75,9 +75,11 @@ def definition(code: CodeType) -> ast.FunctionDef | None:
 
 @lru_cache(maxsize=64)
 def _ends(lines: tuple[str, ...]) -> dict[tuple[str, int], int]:
-    """Return the last line of each function of a file by its name and its first line.
+    """Return a dictionary with the number of the last line of each function in a file.
 
-    Return an empty dictionary for lines that are not Python, such as those of a notebook's cell.
+    The keys are pairs: the name of the function, and the number of its first line. `lines` are the
+    lines of the file. The dictionary is empty if the lines are not Python, such as the lines of
+    some cells of a notebook.
     """
     try:
         tree = ast.parse("".join(lines))

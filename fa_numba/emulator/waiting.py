@@ -197,7 +197,10 @@ class Waiting(Context):
         return self._meet(operation, mask, arrays, here, wanted, resolve)
 
     def _lanes_of(self, warps: np.ndarray) -> np.ndarray:
-        """Return which of the 32 lanes of each warp exist, as a bool array (warps, 32)."""
+        """Return a bool array of shape (warps, 32) that says which lanes of each warp exist.
+
+        Only the last warp of a thread block can have fewer than 32 lanes.
+        """
         return warps[:, None] * WARP % PITCH + np.arange(WARP) < self.threads
 
     def _meet(

@@ -155,7 +155,7 @@ class WarpFunctions:
         return result
 
     def _present(self) -> np.ndarray:
-        """Return which lanes of each warp take part, as a bool array (warps, 32)."""
+        """Return a bool array of shape (warps, 32) that says which lanes of each warp take part."""
         group = self._context.group
         return group.in_warps(self._context.active(), False)
 
@@ -165,5 +165,5 @@ class WarpFunctions:
         return self._context.group.of_warps(bits)
 
     def lanemask_lt(self) -> Any:
-        """Return a number with one bit for each lane of the warp before this lane."""
+        """Return a number with one bit for each lane of the warp that is before this lane."""
         return (1 << self._lanes()) - 1

@@ -101,8 +101,9 @@ def copy4_async(typingctx, dst, index, src, row, col, count):
 @emulated_by(_copied(1))
 @intrinsic
 def copy1_async(typingctx, dst, index, src, row, col, count):
-    """Start copying src[row, col] to dst[index] if ``count`` (int32) is 1, or zero if it is 0.
+    """Start copying one float, src[row, col], to dst[index].
 
+    ``count`` (int32) is 1 or 0. If it is 0, dst[index] becomes zero, and ``src`` is not read.
     ``dst`` is a 1-D shared float32 array. ``src`` is a 2-D global float32 array with any alignment
     and strides.
     """
@@ -134,8 +135,9 @@ def copy8_of_head_async(typingctx, dst, index, src, row, head, col, count):
 @emulated_by(_copied(1))
 @intrinsic
 def copy_value_async(typingctx, dst, index, src, row, count):
-    """Start copying src[row] to dst[index] if ``count`` (int32) is 1, or zero if it is 0.
+    """Start copying one float, src[row], to dst[index].
 
+    ``count`` (int32) is 1 or 0. If it is 0, dst[index] becomes zero, and ``src`` is not read.
     ``dst`` is a 1-D shared float32 array, and ``src`` a 1-D global float32 array.
     """
     return _copy(1)(typingctx, dst, index, src, row, count=count)

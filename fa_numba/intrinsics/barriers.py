@@ -81,10 +81,11 @@ def _emulation(operation, waits):
 @emulated_by(_emulation("sync_named", waits=True))
 @intrinsic
 def sync_named(typingctx, barrier, threads):
-    """Wait at ``barrier`` until ``threads`` threads have arrived, including these: ``bar.sync``.
+    """Wait at ``barrier`` until ``threads`` threads have arrived: ``bar.sync``.
 
-    ``barrier`` is 1 to 15. ``threads`` is a multiple of 32, and equal in all threads that arrive.
-    Both are int32, uint32 or constants. All lanes of a warp must make the call together.
+    ``threads`` includes the calling threads. It is a multiple of 32, and equal in all threads that
+    arrive. ``barrier`` is 1 to 15. Both are int32, uint32 or constants. All lanes of a warp must
+    make the call together.
     """
     return _barrier("bar.sync", barrier, threads)
 

@@ -29,9 +29,10 @@ def _larger_halves(words, than, less):
 @emulated_by(_larger_halves)
 @intrinsic
 def larger_halves(typingctx, words, than, less):
-    """Return 1 in each half of a word that is larger than the half of ``than``, else 0.
+    """Compare the two halves of ``words`` with the halves of ``than``.
 
-    The halves of ``words``, ``than`` and ``less`` are unsigned 16-bit numbers. Each half of
-    ``less`` must be the negative of the half of ``than``, modulo 2^16.
+    In the result, a half is 1 if the half of ``words`` is larger than the half of ``than``, else 0.
+    All halves are unsigned 16-bit numbers. The caller also passes ``less``. Each half of ``less``
+    must be the negative of the half of ``than``, modulo 2^16.
     """
     return of_registers(_TEXT, types.uint32, words, than, less)

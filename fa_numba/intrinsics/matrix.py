@@ -146,12 +146,18 @@ def stmatrix(typingctx, array, index, w0, w1, w2, w3):
 
 
 def _float16(words):
-    """Return the two float16 numbers of each word as float32, along the last axis."""
+    """Return the two float16 numbers of each 32-bit word as float32.
+
+    The last axis of the result is twice as long as the last axis of `words`.
+    """
     return words.view(np.float16).astype(np.float32)
 
 
 def _bfloat16(words):
-    """Return the two bfloat16 numbers of each word as float32, along the last axis."""
+    """Return the two bfloat16 numbers of each 32-bit word as float32.
+
+    The last axis of the result is twice as long as the last axis of `words`.
+    """
     return (words.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
 
 

@@ -46,10 +46,11 @@ def _add_pair_vector(array, row, col, x0, x1, adds):
 @emulated_by(_add_pair_vector)
 @intrinsic
 def add_pair_vector(typingctx, array, row, col, x0, x1, adds):
-    """Add x0 and x1 to array[row, col] and array[row, col + 1] by one instruction if ``adds``.
+    """Add x0 and x1 to array[row, col] and array[row, col + 1] by one instruction.
 
-    Each of the two additions is atomic. The address must be a multiple of 8 bytes. The instruction
-    is ``red.global.add.v2.f32`` (PTX ISA 8.1, sm_90 and later).
+    Nothing is added if ``adds`` is false. Each of the two additions is atomic. The address must be
+    a multiple of 8 bytes. The instruction is ``red.global.add.v2.f32`` (PTX ISA 8.1, sm_90 and
+    later).
     """
     one = "@p red.global.add.v2.f32 [$0], {$1, $2};"
     return at_global(one, types.float32, array, row, col, x0, x1, adds)
@@ -58,7 +59,7 @@ def add_pair_vector(typingctx, array, row, col, x0, x1, adds):
 @emulated_by(lambda array, row, col, x0, x1, x2, x3: array.add((row, col), x0, x1, x2, x3))
 @intrinsic
 def add_four_vector(typingctx, array, row, col, x0, x1, x2, x3):
-    """Add x0 to x3 to array[row, col .. col + 3] by one instruction.
+    """Add x0, x1, x2 and x3 to array[row, col .. col + 3] by one instruction.
 
     Each of the four additions is atomic. The address must be a multiple of 16 bytes. The
     instruction is ``red.global.add.v4.f32`` (PTX ISA 8.1, sm_90 and later).
