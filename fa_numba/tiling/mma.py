@@ -58,7 +58,7 @@ class MmaSpec(Spec):
 
     @property
     def prefetches(self) -> bool:
-        """Whether the next tiles are loaded during the computations with the present ones."""
+        """Whether the next tiles are loaded while the kernel computes with the current tiles."""
         return "prefetch" not in self.ablated
 
     @property
@@ -69,12 +69,15 @@ class MmaSpec(Spec):
 
     @property
     def DK(self) -> int:
-        """Number of fragments of 16 columns along a row of Q and K; ``DN`` is the number for V."""
+        """Number of fragments of 16 columns along a row of Q or K. ``DN`` is the number for V."""
         return ceil_div(self.head_dim, 16) if self.head_dim_v else self.DN
 
     @property
     def columns_k(self) -> int:
-        """Head dimension of Q and K rounded up to fragments, as ``columns`` for V."""
+        """Head dimension of Q and K, rounded up to a multiple of 16 (one fragment).
+
+        ``columns`` is the rounded head dimension of V.
+        """
         return 16 * self.DK if self.head_dim_v else self.columns
 
     @property
@@ -97,7 +100,10 @@ class MmaSpec(Spec):
 
     @property
     def warp_rows(self) -> int:
-        """Distance in rows of S between neighbouring warps; 0 if each warp has all rows."""
+        """Distance in rows of S between the first rows of neighbouring warps.
+
+        It is 0 with ``splits_keys``, because each warp then has all rows.
+        """
         return 0 if self.splits_keys else 8 * self.TM
 
     @property
@@ -119,17 +125,23 @@ class MmaSpec(Spec):
 
     @property
     def plane_columns(self) -> tuple[int, int]:
-        """Number of columns of one plane in global memory: of Q or K, and of V."""
+        """Numbers of columns of one plane in global memory: first of Q or K, then of V."""
         return self.columns_k, getattr(self, "of_values", self).columns
 
     @property
     def row_halves(self) -> int:
-        """Number of 16-bit elements of a row of Q or K in global memory, with padding of planes."""
+        """Number of 16-bit elements of a row of Q or K in global memory.
+
+        With planes, a row contains all planes, each padded to ``columns_k`` elements.
+        """
         return self.head_dim if self.planes == 1 else self.planes * self.columns_k
 
     @property
     def row_halves_v(self) -> int:
-        """Number of 16-bit elements of a row of V in global memory, with padding of planes."""
+        """Number of 16-bit elements of a row of V in global memory.
+
+        With planes, a row contains all planes, each padded to ``columns`` elements.
+        """
         return self.d_v if self.planes == 1 else self.planes * self.columns
 
     @property
@@ -139,7 +151,7 @@ class MmaSpec(Spec):
 
     @property
     def tile_halves(self) -> tuple[int, ...]:
-        """Numbers of 16-bit elements of sQ, of one stage of sK, and of one stage of sV."""
+        """Numbers of 16-bit elements in shared memory: of sQ, one stage of sK, one stage of sV."""
         pitch = self.rows.pitch
         return self.Br * pitch, self.Bc * pitch, self.Bc * self.value_rows.pitch
 
@@ -160,7 +172,7 @@ class MmaSpec(Spec):
     def accumulators(self) -> int:
         """Number of registers of a thread for its parts of O and S.
 
-        With planes there are two sums for S.
+        With planes, a thread has two sums for each element of S.
         """
         return self.TM * (4 * self.DN + min(self.planes, 2) * self.TN)
 
@@ -168,7 +180,7 @@ class MmaSpec(Spec):
     def reads_bias(self) -> bool:
         """Whether a tile's bias is loaded to registers while the scores are computed.
 
-        It is not if S and O leave too few registers for it.
+        The value is False if S and O leave too few registers for the bias.
         """
         scores = self.TM * self.TN
         return super().reads_bias and (scores <= 32 or self.accumulators + scores <= 160)
@@ -179,10 +191,14 @@ class MmaSpec(Spec):
 
     @property
     def keeps_q(self) -> bool:
-        """Whether the fragments of Q stay in registers, which needs enough registers.
+        """Whether a thread holds all fragments of Q in registers during the loop over K and V.
 
-        They must fit into 160 registers together with S and O (128 with planes), for at most 128
-        columns.
+        This needs three conditions:
+
+        - Q has at most 128 columns.
+        - Q, S and O together take at most 160 registers of a thread. With planes they take at most
+          128 registers.
+        - ``ablated`` does not contain "q_registers".
         """
         room = 160 if self.planes == 1 else 128
         fit = self.columns_k <= 128 and self.accumulators + self.q_registers <= room
@@ -192,7 +208,7 @@ class MmaSpec(Spec):
     def q_registers(self) -> int:
         """Number of registers of a thread for all of Q's fragments.
 
-        If the fragments do not stay in registers (``keeps_q``), only a few are in use at a time.
+        If ``keeps_q`` is False, a thread holds only a few of the fragments at a time.
         """
         return self.planes * 2 * self.TM * self.DK
 
@@ -209,16 +225,20 @@ class MmaSpec(Spec):
 class StandardSpec(MmaSpec):
     """The kernels of standard attention on tensor cores.
 
-    A kernel has a tile of S or a tile of O in registers, never both. The products with S (or P) as
-    an operand read ``step`` columns of a tile at a time, in two stages: while the columns of one
-    stage are multiplied, the next ones are loaded.
+    A kernel has a tile of S or a tile of O in registers, never both. Products that have P or dS as
+    an operand, such as P V, load a tile of it in pieces of ``step`` columns. Shared memory has two
+    stages: while the piece in one stage is multiplied, the next piece is loaded to the other stage.
     """
 
     folds_scale = False
 
     @property
     def step(self) -> int:
-        """Number of columns of S in one stage of a product with S as an operand."""
+        """Number of columns of P or dS that one stage in shared memory contains: 64, 32 or 16.
+
+        In the products PT dO and dST Q it is the number of rows of P or dS instead. The number is
+        the largest of the three that divides ``Bc``.
+        """
         return next(n for n in (64, 32, 16) if self.Bc % n == 0)
 
     @property
@@ -299,15 +319,21 @@ def select_mma_spec(
 ) -> Any:
     """Return the spec on tensor cores for ``tiles``.
 
-    ``kind`` is the class of the spec, and ``facts`` are its fields besides the sizes.
-    ``shared_limit`` is the shared memory of a thread block in bytes. ``tiles.threads`` must be 32
-    times the number of warps:
+    ``kind`` is the class of the spec, and ``facts`` are the fields of the spec except the sizes.
+    ``shared_limit`` is the shared memory of a thread block in bytes.
 
-    splits_keys   warps of a thread block                                       if threads is None
-    False         Br / 32 or Br / 16, which divides the rows                    Br / 32 if it can
-    True          4, 8 or 2, which divides the columns into multiples of 16     4 if it can
+    The option ``splits_keys`` in ``facts`` decides which numbers of warps a thread block can have:
 
-    Raise ValueError if Br or Bc is not a multiple of 16, or the tiles do not fit.
+    splits_keys   numbers of warps   part of a tile of S that one warp has
+    False         Br / 32, Br / 16   all columns, and 32 rows or 16 rows
+    True          4, 8, 2            all rows, and Bc / 4, Bc / 8 or Bc / 2 columns
+
+    A number is possible if it is an integer, and if the columns of a warp are a multiple of 16.
+    ``tiles.threads`` selects one of the numbers: it must be 32 times the number of warps. If
+    ``tiles.threads`` is None, the spec has the first possible number that fits in registers.
+
+    Raise ValueError if Br or Bc is not a multiple of 16, if no number of warps is possible, or if
+    the tiles do not fit in registers and shared memory.
     """
     splits_keys = facts.get("splits_keys", False)
     if tiles.Br % 16 or tiles.Bc % 16:
@@ -330,10 +356,12 @@ def select_mma_spec(
 
 
 def chosen(found: list, tiles: Tiles, head_dim: int, shared_limit: int) -> Any:
-    """Return the first spec that fits, or the spec with the threads that ``tiles`` demands.
+    """Return the first spec in ``found`` that fits in registers.
 
-    The specs in ``found`` differ in the number of threads. Raise ValueError if none fits in
-    registers and shared memory (``shared_limit`` in bytes per thread block).
+    The specs in ``found`` differ only in the number of threads. If ``tiles.threads`` is a number,
+    return the spec with this number of threads instead. ``shared_limit`` is the shared memory of a
+    thread block in bytes. Raise ValueError if no spec fits in registers and shared memory, or if no
+    spec has this number of threads.
     """
     staged = f", stages={tiles.stages}" if tiles.stages > 1 else ""
     found = [s for s in found if s.threads <= MAX_THREADS and s.fits_registers]

@@ -24,9 +24,9 @@ class MmaBackwardSpec(GradientSpec, MmaSpec):
 
     A warp has 16 or 32 columns of S. ``row_warps`` is the number of warps that share columns:
 
-    row_warps   rows of a warp   PT and dST                 columns of dK and dV of a warp
-    1           all              stay in registers          all
-    2           half             pass through shared memory half
+    row_warps   rows of a warp   where PT and dST are        columns of dK and dV of a warp
+    1           all rows         in registers                all columns
+    2           half the rows    in shared memory            half the columns
 
     PT and dST are first operands of the products dV += PT dO and dK += dST Q. Two row warps halve
     the registers for dK and dV. Thread (ty, tx) has the columns tx + 8 j and, of each 8 rows, the
@@ -54,15 +54,18 @@ class MmaBackwardSpec(GradientSpec, MmaSpec):
 
     @property
     def column_registers(self) -> int:
-        """Number of registers of a thread for its part of dK; of dV in the spec ``of_values``."""
+        """Number of registers of a thread for its part of dK.
+
+        In the spec ``of_values``, the number is for the thread's part of dV.
+        """
         return 4 * self.TN * self.gradients.DN
 
     @property
     def longest_arrays(self) -> tuple[int, int]:
-        """Sizes of a thread's register arrays for fragments of K or V, and for dK or dV.
+        """Two sizes of register arrays of a thread: for fragments of K or V, and for dK or dV.
 
-        K and V have arrays of equal size: the larger size that one of them needs. So have dK and
-        dV.
+        The arrays for K and for V have equal sizes: the larger of the sizes that K and V need. The
+        arrays for dK and for dV have the larger of the sizes that dK and dV need.
         """
         both = self, self.of_values
         fragments = max(spec.scores.q_registers for spec in both)
@@ -86,9 +89,9 @@ class MmaBackwardSpec(GradientSpec, MmaSpec):
 
     @property
     def scores(self) -> TransposedSpec:
-        """Spec with which parts of the forward pass compute ST = K QT, and dPT = V dOT.
+        """Spec with which the forward product Q KT computes ST = K QT and dPT = V dOT.
 
-        K, or V, takes the place of Q in the forward pass.
+        K (or V) is the first operand, as Q is in the forward pass.
         """
         rows = self.Br // self.row_warps
         kept = 4 * self.planes * self.TN * self.DN
@@ -97,9 +100,9 @@ class MmaBackwardSpec(GradientSpec, MmaSpec):
 
     @property
     def gradients(self) -> TransposedSpec:
-        """Spec with which the forward pass's product P V computes dV = PT dO and dK = dST Q.
+        """Spec with which the forward product P V computes dV = PT dO and dK = dST Q.
 
-        It describes the columns of dK and dV that one warp has.
+        ``head_dim`` of this spec is the number of columns of dK and dV that one warp computes.
         """
         return self._transposed(16 * self.DN // self.row_warps, self.Br, False)
 
@@ -111,7 +114,7 @@ class MmaBackwardSpec(GradientSpec, MmaSpec):
     def accumulators(self) -> int:
         """Number of registers of a thread for its parts of dK, dV, S and dP.
 
-        With planes there is one more sum of the size of S.
+        With planes, one more sum of the size of S is in registers.
         """
         columns = 4 * (self.DN + self.of_values.DN) // self.row_warps
         found = self.TN * (columns + 2 * self.TM)
@@ -136,7 +139,7 @@ class MmaBackwardSpec(GradientSpec, MmaSpec):
     def chunk_warps(self) -> int:
         """Number of warps among which the columns of a tile of dQ are divided, in chunks of 16.
 
-        It is the number with the fewest reads of dST and K from shared memory.
+        The number is chosen such that the warps read dST and K from shared memory least often.
         """
 
         def reads(along: int) -> int:
@@ -154,21 +157,28 @@ class MmaBackwardSpec(GradientSpec, MmaSpec):
 
     @property
     def query_turns(self) -> int:
-        """Number of turns in which a warp computes its part of dQ.
+        """Number of steps, one after the other, in which a warp computes its part of dQ.
 
-        It is 2 if the part takes more than 80 registers, otherwise 1.
+        Normally it is 1. It is 2 if the complete part takes more than 80 registers of a thread.
         """
         chunks = ceil_div(self.DN, self.chunk_warps)
         return 2 if 8 * self.query_fragments * chunks > 80 else 1
 
     @property
     def chunk_step(self) -> int:
-        """Distance between two consecutive chunks of 16 columns of dQ of a warp in one turn."""
+        """Distance between two consecutive chunks of dQ that a warp computes in one step.
+
+        A chunk has 16 columns, and the distance is in chunks. ``query_turns`` is the number of
+        steps.
+        """
         return self.chunk_warps * self.query_turns
 
     @property
     def query_chunks(self) -> int:
-        """Number of chunks of 16 columns of dQ that a warp computes in one turn."""
+        """Number of chunks of 16 columns of dQ that a warp computes in one step.
+
+        ``query_turns`` is the number of steps.
+        """
         return ceil_div(self.DN, self.chunk_step)
 
     @property
@@ -191,7 +201,11 @@ class MmaBackwardSpec(GradientSpec, MmaSpec):
     def shared_bytes(self) -> int:
         """Number of bytes of shared memory of a thread block.
 
-        There are two stages of the row tiles, L and D; and K, V, dST and, with two row warps, PT.
+        Shared memory contains these arrays:
+
+        - Two stages of each row tile (Q, dO and, for FA-1, O), and two stages of L and D.
+        - One tile each of K, V and dST. With two row warps also one tile of PT.
+        - With scaled planes also the words that ``unit_words`` counts.
         """
         (rows, columns, scores), (rows_v, columns_v, _) = (
             self.tile_halves,
@@ -214,8 +228,8 @@ class MmaBackwardSpec(GradientSpec, MmaSpec):
 class MmaDqSpec(ValuesSpec, MmaSpec):
     """The kernel that computes dQ alone, in a deterministic backward pass.
 
-    The loop order is Q outer, as in the forward pass. S and dP are in registers, and so are
-    fragments of Q and dO if there are enough registers.
+    The loop order is Q outer, as in the forward pass. S and dP are in registers. Fragments of Q and
+    dO are in registers too, if there are enough registers (``keeps_q``).
     """
 
     @property
@@ -225,7 +239,7 @@ class MmaDqSpec(ValuesSpec, MmaSpec):
 
     @property
     def keeps_q(self) -> bool:
-        """Whether the fragments of Q and dO stay in registers."""
+        """Whether a thread holds all fragments of Q and dO in registers during the loop."""
         return self.accumulators + 4 * self.TM * self.DN <= 160
 
     @property
@@ -236,10 +250,16 @@ class MmaDqSpec(ValuesSpec, MmaSpec):
 
 @dataclass(frozen=True)
 class TransposedSpec(MmaSpec):
-    """A forward spec for one product of the backward kernel ``whole``; its rows are columns of S.
+    """A spec with which parts of the forward pass compute a product of the backward pass.
 
-    ``head_dim`` is a multiple of the size of a fragment. The layout of rows in shared memory is the
-    layout of ``whole``. TM is the number of columns of S of a thread of ``whole``.
+    The backward kernel has S transposed in registers. The forward pass computes with rows of S,
+    where the backward kernel has columns of S. This spec therefore exchanges rows and columns:
+    ``Br`` is the number of columns of the backward kernel's tile. ``TM`` is the number of columns
+    of S that a thread has.
+
+    field      meaning
+    whole      the spec of the backward kernel. Rows in shared memory have the layout of ``whole``
+    keeps_q    whether a thread holds the first operand, K or V, in registers
     """
 
     keeps_q: bool = False
@@ -265,11 +285,15 @@ def row_warps_of(head_dim: int) -> int:
 def select_mma_backward_spec(
     tiles: Tiles, head_dim: int, shared_limit: int, **facts: Any
 ) -> MmaBackwardSpec:
-    """Return the spec of a backward kernel on tensor cores for ``tiles``; see ``select_mma_spec``.
+    """Return the spec of a backward kernel on tensor cores for ``tiles``.
 
-    A warp has 32 or 16 columns; if ``tiles.threads`` is None it has 32 if it can. Above d = 64 two
-    warps share their columns. Raise ValueError if the tiles are not multiples of 16 (rows: of 32
-    above d = 64), or do not fit.
+    ``facts`` are the fields of the spec except the sizes. ``shared_limit`` is the shared memory of
+    a thread block in bytes. A warp has 32 or 16 columns of a tile, and ``tiles.threads`` decides
+    which. If ``tiles.threads`` is None, a warp has 32 columns if this is possible, otherwise 16.
+    For head dimensions above 64, two warps share the same columns (``row_warps_of``).
+
+    Raise ValueError if Bc is not a multiple of 16, or if the tiles do not fit in registers and
+    shared memory. Br must be a multiple of 16, or of 32 for head dimensions above 64.
     """
     row_warps = row_warps_of(max(head_dim, facts.get("head_dim_v", 0)))
     if tiles.Br % (16 * row_warps) or tiles.Bc % 16:

@@ -23,8 +23,8 @@ class TileRows:
 
     g is the largest power of two that divides the number of chunks of a row, and at most 8. In a
     swizzled row the two chunks of 32 bytes stay neighbours, so that a copy from global memory
-    fetches each 32-byte sector once. In padded rows the 32 bytes of every other row are torn apart,
-    and a copy fetches the sectors of these rows twice.
+    fetches each 32-byte sector once. In the padded layout, every other row begins in the middle of
+    32 aligned bytes. A copy fetches each sector of these rows twice.
     """
 
     columns: int
@@ -38,7 +38,10 @@ class TileRows:
 
     @property
     def group(self) -> int:
-        """Number of neighbouring chunks that are permuted together, g; 1 without a swizzle."""
+        """Number g of neighbouring chunks within which the swizzle permutes chunks.
+
+        It is 1 without a swizzle.
+        """
         chunks = self.columns // CHUNK
         return min(BANKS, chunks & -chunks) if self.swizzled else 1
 

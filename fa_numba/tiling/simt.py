@@ -39,9 +39,10 @@ class SharedRows:
     def swizzled(cls, columns: int, together: int, unit: int = 4) -> SharedRows:
         """Return a layout of rows of ``columns`` floats without padding.
 
-        Take ``unit`` neighbouring floats at one column of each of ``together`` neighbouring rows.
-        All of these floats lie in different banks. ``unit`` and ``together`` must be powers of two
-        whose product is at most 32.
+        In this layout, a warp can read from ``together`` neighbouring rows at once without bank
+        conflicts: the same ``unit`` neighbouring columns of each row. All of these floats are in
+        different banks of shared memory. ``unit`` and ``together`` must be powers of two whose
+        product is at most 32.
         """
         places = BANKS // unit
         # Rows begin in ``step`` different banks; row ``step`` begins in the first bank again.
@@ -109,26 +110,35 @@ class SimtSpec(Spec):
 
     @property
     def rows_q(self) -> SharedRows:
-        """Layout of sQ.
+        """Layout of sQ in shared memory.
 
-        Threads read the same 4 columns of max(16 / tx_count, ``lane_step``) neighbouring rows at
-        once.
+        The threads that load at the same time read 4 columns, 16 bytes, of several neighbouring
+        rows. The layout puts these elements into different banks. The number of rows is 16 /
+        tx_count, or ``lane_step`` if this is larger.
         """
         return self._rows(self.width, max(16 // self.tx_count, self.lane_step))
 
     @property
     def rows_k(self) -> SharedRows:
-        """Layout of sK. Threads read the same 4 columns of eight neighbouring rows at once."""
+        """Layout of sK in shared memory.
+
+        The threads that load at the same time read 4 columns, 16 bytes, of eight neighbouring rows.
+        The layout puts these elements into different banks.
+        """
         return self._rows(self.width, 8)
 
     @property
     def rows_v(self) -> SharedRows:
-        """Layout of sV. Threads read along rows, so no swizzle is needed."""
+        """Layout of sV in shared memory. Threads read along rows, so no swizzle is needed."""
         return SharedRows(self.whole_columns)
 
     @property
     def rows_p(self) -> SharedRows:
-        """Layout of sP. A warp writes tx_count neighbours in each of 32 / tx_count rows at once."""
+        """Layout of sP in shared memory.
+
+        A warp writes 32 elements at once: tx_count neighbouring columns of each of 32 / tx_count
+        rows. The layout puts these elements into different banks.
+        """
         return self._rows(self.Bc, BANKS // self.tx_count, self.tx_count)
 
     def _rows(self, columns: int, together: int, unit: int = 4) -> SharedRows:
@@ -150,7 +160,7 @@ class SimtSpec(Spec):
     def accumulators(self) -> int:
         """Number of registers of a thread for its part of O, and for its part of S or of P V.
 
-        P V takes the registers of S, which is not needed any more.
+        P V is stored in the registers of S, because S is not needed any more by then.
         """
         return self.TM * (4 * self.DN + max(self.TN, 4 * self.DN))
 
@@ -180,13 +190,17 @@ class SimtSpec(Spec):
 class SimtBackwardSpec(GradientSpec, SimtSpec):
     """A backward kernel on CUDA cores.
 
-    K is an operand of two products. sdO has the layout of sQ, and sV the layout of sK. A thread has
-    CM rows of dK and dV, in groups of four.
+    The tile of dO in shared memory has the layout of the tile of Q (``rows_q``). The tile of V has
+    the layout of the tile of K (``rows_k``). A thread computes CM rows of dK and dV, in groups of
+    four rows.
     """
 
     @property
     def column_registers(self) -> int:
-        """Number of registers of a thread for its part of dK; of dV in the spec ``of_values``."""
+        """Number of registers of a thread for its part of dK.
+
+        In the spec ``of_values``, the number is for the thread's part of dV.
+        """
         return 4 * self.CM * self.DN
 
     @property
@@ -213,7 +227,7 @@ class SimtBackwardSpec(GradientSpec, SimtSpec):
 
     @property
     def CM(self) -> int:
-        """Number of rows of dK and dV that a thread has."""
+        """Number of rows of dK and dV that a thread computes."""
         return self.Bc // self.ty_count
 
     @property
@@ -228,13 +242,16 @@ class SimtBackwardSpec(GradientSpec, SimtSpec):
 
     @property
     def tile_floats(self) -> tuple[int, ...]:
-        """Numbers of floats of a row tile (Q or dO), a column tile (K or V), and of P or dS."""
+        """Numbers of floats in shared memory of three tiles.
+
+        The tiles are a row tile (Q or dO), a column tile (K or V), and a tile of P or dS.
+        """
         pitches = (self.rows_q.pitch, self.rows_k.pitch, self.rows_p.pitch)
         return (self.Br * pitches[0], self.Bc * pitches[1], self.Br * pitches[2])
 
     @property
     def shared_bytes(self) -> int:
-        """Number of bytes of shared memory: there are two tiles of each kind."""
+        """Number of bytes of shared memory of a thread block, for Q, dO, K, V, P and dS."""
         return 4 * (sum(self.tile_floats) + sum(self.of_values.tile_floats))
 
 
@@ -242,11 +259,12 @@ def splits(
     Br: int, Bc: int, head_dim: int, kind: type[SimtSpec] = SimtSpec, *,
     any_registers: bool = False, **facts: Any,
 ) -> list[SimtSpec]:  # fmt: skip
-    """Return every way to share a tile among the threads of a thread block, the best first.
+    """Return one spec for every way to share a tile among the threads of a thread block.
 
-    Each way is a spec. ``kind`` is the class of the specs, and ``facts`` are their fields besides
-    the sizes. With ``any_registers`` the result also contains specs whose threads have too few
-    registers for their parts of the tile.
+    The spec with the fewest reads of shared memory per multiply-add is the first. ``kind`` is the
+    class of the specs, and ``facts`` are the fields of the specs except the sizes. With
+    ``any_registers`` the result also contains specs whose threads have too few registers for their
+    parts of the tile.
     """
     found = []
     for tx in (8, 16):
@@ -264,10 +282,13 @@ def select_spec(
 ) -> Any:
     """Return the spec on CUDA cores for ``tiles``.
 
-    ``kind`` is the class of the spec, and ``facts`` are its fields besides the sizes.
-    ``shared_limit`` is the shared memory of a thread block in bytes. Raise ValueError if the tiles
-    need more shared memory, if no way to share the tile among threads fits in registers, or if no
-    way has the number of threads that ``tiles`` demands.
+    ``kind`` is the class of the spec, and ``facts`` are the fields of the spec except the sizes.
+    ``shared_limit`` is the shared memory of a thread block in bytes. Raise ValueError in these
+    cases:
+
+    - The tiles need more shared memory.
+    - No way to share the tile among threads fits in registers.
+    - No way has the number of threads ``tiles.threads``.
     """
     even = splits(tiles.Br, tiles.Bc, head_dim, kind, any_registers=True, **facts)
     if even:

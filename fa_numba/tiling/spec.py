@@ -96,7 +96,7 @@ class Spec(ABC):
 
     @property
     def key_pieces(self) -> tuple[int, int]:
-        """Number of threads that share the load of one row of K, and of one row of V."""
+        """Numbers of threads that load one row together: first for K, then for V."""
         raise NotImplementedError
 
     @property
@@ -161,7 +161,10 @@ class Spec(ABC):
 
     @property
     def warp_columns(self) -> int:
-        """Distance in columns of S between neighbouring warps; 0 if each warp has all columns."""
+        """Distance in columns of S between the first columns of neighbouring warps.
+
+        It is 0 if each warp has all columns.
+        """
         return 0
 
     @property
@@ -183,23 +186,31 @@ class Spec(ABC):
 
     @property
     def asks_state(self) -> bool:
-        """Whether a mask_mod depends on the state of a tile's block of the block mask.
+        """Whether the kernel needs the state of a tile's block in the block mask.
 
-        In a block whose state is ``FULL`` no element is hidden, so the mask_mod is not called.
+        The state says whether the ``mask_mod`` hides all, some or no elements of the block. In a
+        block with the state ``FULL`` no element is hidden, so the kernel does not call the
+        ``mask_mod``. The value is False without a block mask or without a ``mask_mod``.
         """
         return self.features.sparse and self.features.mask_mod is not None
 
     @property
     def reads_state(self) -> bool:
-        """Whether the block's state is loaded ahead of the scores, to the register for the bias."""
+        """Whether the state of a tile's block is loaded before the scores of the tile are ready.
+
+        The load then overlaps with the product Q KT. The state is the entry of the block mask for
+        the tile (``asks_state``). It is stored in a register that a tile of the bias would use.
+        Therefore the value is False if the kernel loads a bias in this way (``reads_bias``).
+        """
         return self.asks_state and not self.reads_bias
 
     @property
     def slots_name_next(self) -> bool:
-        """Whether the thread that loads a tile also writes which tile comes next, for a block mask.
+        """Whether the thread that loads a tile tells the other threads which tile comes next.
 
-        It writes this number, and the block's state, to a word that belongs to the slot of the
-        tile.
+        Forward kernels on Hopper do this for a block mask. The thread writes the number of the next
+        tile to a word in shared memory. Each pipeline slot for tiles has such a word. With
+        ``reads_state`` the word also contains the state of the tile's block.
         """
         return False
 
@@ -215,7 +226,7 @@ class Spec(ABC):
 
     @property
     def adds_whole_bias(self) -> bool:
-        """Whether a bias is added without a check per element if the tile is inside the matrix."""
+        """Whether tiles inside of the matrix have a bias added without a check of each element."""
         return False
 
     @property
@@ -225,10 +236,14 @@ class Spec(ABC):
 
     @property
     def stays(self) -> Text | None:
-        """Text of the caller's function that is computed later from the masked scores.
+        """Text of the function that the kernel applies to the scores after masking, or None.
 
-        Only the backward kernels for Hopper have it, if they keep the scores until dS. It is None
-        for all other specs.
+        Usually a kernel applies ``score_mod`` before it masks the scores, and the value is None.
+        Some backward kernels on Hopper mask the scores first, and apply ``score_mod`` later,
+        together with dS (``Features.scores_stay``). The masking step of these kernels has a spec
+        with this text (``wgmma_backward.hidden_alone``). The step applies the factor and the inner
+        function of the text, and replaces hidden scores by a finite number. If the text is empty,
+        the step multiplies by the scale instead.
         """
         return None
 
@@ -247,11 +262,12 @@ class Spec(ABC):
 
     @property
     def slope_registers(self) -> int:
-        """Number of registers for slopes of scores, and for scores that ``score_mod`` was given.
+        """Number of registers of a thread for slopes of scores and scores before ``score_mod``.
 
-        Slopes are kept with a softcap or a ``score_mod``, and scores if gradients of captured
-        arrays need them. Each takes TM * TN registers. The number is at least 1, because a register
-        array needs a size.
+        Slopes (derivatives of the scores) are stored with a softcap or a ``score_mod``. They take
+        TM * TN registers. The scores before ``score_mod`` are stored if gradients of captured
+        arrays need them. They take TM * TN registers too. The number is at least 1, because a
+        register array needs a size.
         """
         each = self.features.slopes + self.features.keeps_scores
         return max(1, each * self.TM * self.TN)
@@ -308,9 +324,10 @@ class GradientSpec(ValuesSpec):
 
     @property
     def chunk_tiles(self) -> int:
-        """Number of column tiles of each head that form a chunk; 0: no chunks.
+        """Number of column tiles of each head in a chunk, or 0 if the grid has no chunks.
 
-        The grid visits a chunk of all heads before the next chunk.
+        The thread blocks for the first chunk of all heads come first in the grid, then the thread
+        blocks for the second chunk of all heads, and so on.
         """
         return 0
 
@@ -335,7 +352,7 @@ class GradientSpec(ValuesSpec):
 
 
 def check_shared(spec: Spec, shared_limit: int, staged: str = "") -> None:
-    """Raise ValueError if a spec needs more shared memory per thread block than there is.
+    """Raise ValueError if a thread block of a spec needs more shared memory than ``shared_limit``.
 
     ``shared_limit`` is in bytes. ``staged`` is text about the stages for the error message.
     """
@@ -348,10 +365,10 @@ def check_shared(spec: Spec, shared_limit: int, staged: str = "") -> None:
 
 
 def with_threads(found: Sequence[Any], tiles: Tiles, of: str) -> Any:
-    """Return the first spec of ``found``, or the one with the threads that ``tiles`` demands.
+    """Return the spec of ``found`` that has ``tiles.threads`` threads.
 
-    Raise ValueError if no spec has this number. ``of`` is text about the unit for the error
-    message.
+    If ``tiles.threads`` is None, return the first spec. Raise ValueError if no spec has this number
+    of threads. ``of`` is text about the unit for the error message.
     """
     if tiles.threads is None:
         return found[0]

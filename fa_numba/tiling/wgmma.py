@@ -72,10 +72,14 @@ Arrivals: TypeAlias = tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
 
 
 class ForwardPipelines(NamedTuple):
-    """The pipelines of FA-2's forward kernel: q, k, v, work and late.
+    """The pipelines of FA-2's forward kernel.
 
-    Each slot of q has a work tile in ``work``. ``late`` has one slot without data: its barrier says
-    that it is time to take the next work tile.
+    field   contents of a slot
+    q       Q
+    k       K
+    v       V
+    work    the work tile that belongs to the slot of q with the same number
+    late    no data. The barrier of the only slot says that it is time to take the next work tile
     """
 
     q: Pipeline
@@ -104,9 +108,10 @@ def spare_taken(features: Features) -> int:
 
 @dataclass(frozen=True)
 class WgmmaSpec(Spec):
-    """A forward kernel on Hopper's tensor cores: one producer warpgroup, and ``consumers``.
+    """A forward kernel on Hopper's tensor cores.
 
-    A consumer is a warpgroup that has 64 rows of S and all columns. Thread (ty, tx) of a consumer
+    A thread block has one producer warpgroup, and ``consumers`` consumer warpgroups. A consumer has
+    64 rows of S and all columns. Thread (ty, tx) of a consumer
     has position tx of 4 in row ty of 64 (intrinsics/warpgroup.py).
 
     field      meaning
@@ -146,22 +151,22 @@ class WgmmaSpec(Spec):
 
     @property
     def begins_next(self) -> bool:
-        """Whether the first product of the next work tile runs together with the last one of this.
+        """Whether a work tile's last product overlaps with the first product of the next work tile.
 
-        case                                                              value
-        only one slot for Q: the next Q is not there yet                  False
-        "overlap" or "ahead" is switched off                              False
-        three consumers, and options leave few registers (`spare_taken`)  False
-        otherwise                                                         True
+        case                                                                value
+        shared memory has one slot for Q, so the next Q is not loaded yet   False
+        "overlap" or "ahead" is switched off (``ablated``)                  False
+        three consumers, and options leave few registers (`spare_taken`)    False
+        all other cases                                                     True
         """
         crowded = self.consumers == 3 and spare_taken(self.features) + _AHEAD > SPARE
         return self.overlaps and self.q_stages > 1 and not crowded and "ahead" not in self.ablated
 
     @property
     def takes_late(self) -> bool:
-        """Whether a thread block takes its next work tile late, near the end of the present one.
+        """Whether a thread block takes its next work tile near the end of the current work tile.
 
-        Otherwise it takes the next work tile as soon as a slot of Q is empty.
+        Otherwise a thread block takes its next work tile as soon as a slot of Q is empty.
         """
         return "late" not in self.ablated
 
@@ -175,10 +180,14 @@ class WgmmaSpec(Spec):
 
     @property
     def by_group(self) -> bool:
-        """Whether the K/V head of a query head h is h divided by the size of a group.
+        """Whether kernels divide the number of a query head to get the number of its K/V head.
 
-        Otherwise the numbers of both heads are equal. There are no groups then; or a row tile has
-        several heads of a group, and h is the number of the group.
+        The divisor is the size of a group: the number of query heads that share a K/V head. If the
+        value is False, both numbers are equal, for one of two reasons:
+
+        - Every query head has a K/V head of its own.
+        - A row tile has rows of several query heads of a group (``tile_heads``), and kernels count
+          groups instead of query heads.
         """
         return self.grouped and self.tile_heads == 1
 
@@ -200,16 +209,17 @@ class WgmmaSpec(Spec):
     def registers_at_first(self) -> int:
         """Number of registers of each thread at launch if thread blocks share a multiprocessor.
 
-        Producers then give registers away, and consumers take them.
+        After the launch, producer threads release registers, and consumer threads take them.
         """
         return _POOL // (self.blocks * self.threads) // 8 * 8
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Number of registers of a producer thread and of a consumer thread, after their exchange.
+        """Numbers of registers of a producer thread and of a consumer thread.
 
-        Features that need more registers in producers have tables of their own at the top of this
-        file.
+        Producer threads release registers after the launch, and consumer threads take them. These
+        are the numbers after this exchange. Options with which producers need more registers have
+        tables of their own at the top of this file.
         """
         if self.blocks > 1:
             few = REGISTERS[2][0]
@@ -228,9 +238,10 @@ class WgmmaSpec(Spec):
 
     @property
     def column_producers(self) -> int:
-        """Number of threads that load K and V: 2 with pages (one for K, one for V), otherwise 1.
+        """Number of threads that load K and V.
 
-        A tile of pages consists of many boxes.
+        Normally one thread loads both. With pages (``block_table``) one thread loads K and another
+        thread loads V, because a tile then consists of many boxes.
         """
         return 2 if self.features.page_size else 1
 
@@ -246,7 +257,7 @@ class WgmmaSpec(Spec):
 
     @property
     def plane_columns(self) -> tuple[int, int]:
-        """Number of columns of one plane, in complete panels: of Q or K, and of V."""
+        """Numbers of columns of one plane, in complete panels: first of Q or K, then of V."""
         return PANEL * self.plane_panels, PANEL * self.plane_panels_v
 
     @property
@@ -308,7 +319,10 @@ class WgmmaSpec(Spec):
 
     @property
     def pipelines(self) -> ForwardPipelines:
-        """The pipelines of the kernel. Work tiles and Q share their barriers for empty slots."""
+        """The pipelines of the kernel.
+
+        ``work`` and ``q`` have the same barriers for empty slots.
+        """
         q, kv, stages = self.q_stages, 1 + 3 * self.q_stages, self.stages
         return ForwardPipelines(
             Pipeline(1 + q, 1 + 2 * q, q),
@@ -320,14 +334,16 @@ class WgmmaSpec(Spec):
 
     @property
     def arrivals(self) -> Arrivals:
-        """The barriers to initialise, and the arrivals that complete each.
+        """The barriers to initialise, and the numbers of arrivals that complete a barrier.
 
-        slot     arrivals that empty it
-        Q        one per consumer warpgroup, and one per thread that loads K or V
-        K or V   one per consumer warp
+        One arrival completes a barrier for a full slot. One arrival also completes the barrier of
+        ``late``. A barrier for an empty slot needs these arrivals:
 
-        The threads that load K or V read the work tile that belongs to a slot of Q. One arrival
-        fills a slot. One arrival says that it is time to take the next work tile.
+        slot     arrivals that complete the barrier for the empty slot
+        Q        one of each consumer warpgroup, and one of each thread that loads K or V
+        K or V   one of each consumer warp
+
+        The threads that load K or V also read the work tile that belongs to a slot of Q.
         """
         q, k, v, work, late = self.pipelines
         readers, warps = self.consumers + self.column_producers, 4 * self.consumers
@@ -351,9 +367,10 @@ class WgmmaSpec(Spec):
 
     @property
     def index_words(self) -> int:
-        """Number of words of work tiles: ``WORK_WORDS`` for each slot of Q.
+        """Number of 32-bit words that describe work tiles: ``WORK_WORDS`` for each slot of Q.
 
-        With a block mask there is one more word for each slot of K: which column tile comes next.
+        With a block mask, each slot of K has one more word, which says which column tile comes
+        next.
         """
         return WORK_WORDS * self.q_stages + (self.stages if self.slots_name_next else 0)
 
@@ -393,11 +410,14 @@ _Specialised = TypeVar("_Specialised", bound=WgmmaSpec)
 def within_registers(
     kind: type[_Specialised], tiles: Tiles, head_dim: int, **facts: object
 ) -> _Specialised:
-    """Return the spec of class ``kind`` for ``tiles``. ``facts`` are its fields besides the sizes.
+    """Return the spec of class ``kind`` for ``tiles``, without a check of shared memory.
 
-    Raise ValueError in these cases: Br is not 64, 128 or 192; Bc is not a multiple of 16 up to 256;
-    ``tiles.threads`` is another number; the tiles do not fit in registers. Shared memory is not
-    checked.
+    ``facts`` are the fields of the spec except the sizes. Raise ValueError in these cases:
+
+    - Br is not 64, 128 or 192.
+    - Bc is not a multiple of 16, or above 256.
+    - ``tiles.threads`` is a number, but not the number of threads of the spec.
+    - The tiles do not fit in registers.
     """
     allowed = [GROUP_ROWS * n for n in REGISTERS]
     if tiles.Br not in allowed or tiles.Bc % 16 or tiles.Bc > 256:
@@ -421,11 +441,13 @@ def select_wgmma_spec(
 ) -> WgmmaSpec:
     """Return the spec of FA-2's forward kernel on Hopper's tensor cores for ``tiles``.
 
-    ``facts`` are the fields besides the sizes, and ``shared_limit`` is the shared memory of a
-    thread block in bytes. The number of slots for Q is max(2, stages), or 1 if that does not fit.
-    With ``shares``, and one consumer per thread block, two or three thread blocks share a
-    multiprocessor if they fit. Raise ValueError as ``within_registers`` does, and for tiles that do
-    not fit in shared memory.
+    ``facts`` are the fields of the spec except the sizes. ``shared_limit`` is the shared memory of
+    a thread block in bytes. ``shares`` says whether several thread blocks may share a
+    multiprocessor. If each of them has one consumer, two or three thread blocks do so, as many as
+    fit.
+
+    The number of slots for Q is max(2, stages), or 1 if shared memory does not hold more slots.
+    Raise ValueError as ``within_registers`` does, and for tiles that do not fit in shared memory.
     """
     slots = {"stages": tiles.stages, "q_stages": max(2, tiles.stages)}
     spec = within_registers(WgmmaSpec, tiles, head_dim, **slots, **facts)

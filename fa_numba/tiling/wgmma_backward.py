@@ -39,14 +39,15 @@ _OTHERS = 32
 
 
 class BackwardPipelines(NamedTuple):
-    """The pipelines of a backward kernel. The table gives what a slot contains.
+    """The pipelines of a backward kernel.
 
-    field   FA-2             FA-1
-    kv      K and V          K and V
-    q       Q, L and D       Q and L
-    do      dO               dO
-    o       not used         O
-    d       not used         D
+    field   a slot in FA-2    a slot in FA-1
+            contains          contains
+    kv      K and V           K and V
+    q       Q, L and D        Q and L
+    do      dO                dO
+    o       not used          O
+    d       not used          D
     """
 
     kv: Pipeline
@@ -85,22 +86,25 @@ class DqPipelines(NamedTuple):
 class WgmmaBackwardSpec(GradientSpec):
     """A backward kernel on Hopper's tensor cores: a producer warpgroup, and two consumers.
 
-    A consumer is a warpgroup that has 64 columns of S and all rows of the tile. S and dP are
-    transposed in registers: thread (ty, tx) of a consumer has position ty of 4 in column tx of the
-    tile. It has the rows 2 ty and 2 ty + 1 of each 8 rows. dQ needs all columns of dS. Therefore
-    dST is in shared memory, and each consumer computes 64 rows and ``query_columns`` columns of dQ,
-    unless a second kernel computes dQ. Subclasses say how other kernels differ.
+    A consumer is a warpgroup that computes 64 columns of S, and all rows of the tile. Registers
+    contain S and dP transposed. Four threads share a column. Thread (ty, tx) of a consumer, with ty
+    from 0 to 3, has elements of column tx: the rows 2 ty and 2 ty + 1 of each 8 rows.
+
+    dQ needs all columns of dS. Therefore dST is in shared memory, and each consumer computes 64
+    rows and ``query_columns`` columns of dQ. If a second kernel computes dQ, this kernel computes
+    only dK and dV. Subclasses say how other kernels differ.
 
     field          meaning
     dtype          dtype of the 16-bit matrices
     vector_adds    whether the GPU adds two neighbouring floats with one atomic add
     splits_group   whether several thread blocks share a column tile, and store parts of dK and dV
-    splits_rows    whether each of these thread blocks has rows of one query head; otherwise each
-                   has complete query heads
-    chunk_tiles    number of column tiles in a chunk; 0: no chunks. The grid visits a chunk of all
-                   heads before the next chunk (parts/wgmma/key_tiles.py)
-    stays          text of the caller's function that is computed later from masked scores, or None
-    variant        the row of the table of variants
+    splits_rows    whether each of these thread blocks has only a part of one query head's rows; if
+                   not, each has all rows of one or several query heads
+    chunk_tiles    number of column tiles of each head in a chunk, or 0 for no chunks. The grid
+                   visits a chunk of all heads before the next chunk (parts/wgmma/key_tiles.py)
+    stays          text of the function that is applied to the scores after masking, or None if no
+                   function is applied after masking (``Spec.stays``)
+    variant        the row of the table of variants (wgmma_variants.py)
     """
 
     dtype: str = "float16"
@@ -126,7 +130,7 @@ class WgmmaBackwardSpec(GradientSpec):
 
     @property
     def single_head(self) -> bool:
-        """Whether the kernel knows that a thread block has rows of one query head only."""
+        """Whether the kernel is compiled for thread blocks with rows of one query head only."""
         return not self.grouped if self.algorithm == "fa1" else self.splits_rows
 
     @property
@@ -164,12 +168,12 @@ class WgmmaBackwardSpec(GradientSpec):
 
     @property
     def most_columns(self) -> int:
-        """Number of columns of a row of Q or of V, the larger number."""
+        """The larger head dimension: of Q and K, or of V."""
         return max(self.head_dim, self.head_dim_v)
 
     @property
     def most_panels(self) -> int:
-        """Number of panels (64 columns) of a row of Q or of V, the larger number."""
+        """Number of panels (64 columns) of a row of Q or a row of V, whichever has more."""
         return max(self.panels, self.of_values.panels)
 
     @property
@@ -182,7 +186,10 @@ class WgmmaBackwardSpec(GradientSpec):
 
     @property
     def column_registers(self) -> int:
-        """Number of registers of a thread for its part of dK; of dV in the spec ``of_values``."""
+        """Number of registers of a thread for its part of dK.
+
+        In the spec ``of_values``, the number is for the thread's part of dV.
+        """
         return self.TN * 4 * self.DN
 
     @property
@@ -191,10 +198,11 @@ class WgmmaBackwardSpec(GradientSpec):
 
     @property
     def query_columns(self) -> int:
-        """Number of columns of a consumer's part of dQ, which has 64 rows: 64, or in one case 32.
+        """Number of columns of the part of dQ that a consumer computes. The part has 64 rows.
 
-        It is 32 if Q has one panel of 64 columns, and V has more. The consumers then share the 64
-        columns of dQ, since dV leaves too few registers for a larger part.
+        The number is 64, except in one case. If Q has one panel of 64 columns and V has more
+        panels, the consumers share the 64 columns of dQ, because dV leaves too few registers for
+        more. Two consumers then have 32 columns each.
         """
         return PANEL // self.consumers if self.most_panels > self.panels == 1 else PANEL
 
@@ -218,20 +226,28 @@ class WgmmaBackwardSpec(GradientSpec):
 
     @property
     def slopes_alone(self) -> bool:
-        """Whether scores are kept until dS only for the slopes of a ``score_mod``."""
+        """Whether the kernel keeps the scores only to compute slopes from them.
+
+        Kept scores are in registers until the kernel computes dS. A slope is the derivative of
+        ``score_mod`` with respect to the score.
+        """
         return slopes_alone(self.features)
 
     @property
     def slopes_early(self) -> bool:
-        """Whether the slopes (``slopes_alone``) are computed with P, while dP is still computed."""
+        """Whether the slopes of a ``score_mod`` are computed together with P.
+
+        The tensor cores compute dP at the same time. A slope is the derivative of ``score_mod``
+        with respect to the score. The value is False unless ``slopes_alone`` is True.
+        """
         return self.slopes_alone and self.rounds_early and not self.wide
 
     @property
     def rounds_early(self) -> bool:
-        """Whether P is rounded to 16 bits before dS is computed, so that dV's product begins early.
+        """Whether P is rounded to 16 bits before dS is computed.
 
-        This takes registers for P in 16 bits in addition to P and dP in float32. It is not done for
-        FA-1, and not for options that need these registers.
+        The product PT dO for dV can then begin early. P in 16 bits takes registers in addition to P
+        and dP in float32. The value is False for FA-1, and for options that need these registers.
         """
         features = self.features
         # With a softcap, P is computed late, together with the slope of the cap.
@@ -242,15 +258,18 @@ class WgmmaBackwardSpec(GradientSpec):
 
     @property
     def tile_registers(self) -> tuple[int, int, int, int, int]:
-        """Numbers of registers of a thread for S (or dP), P (or dS, in 16 bits), dQ, dK and dV."""
+        """Numbers of registers of a thread for its parts of five tiles.
+
+        The tiles are, in this order: S or dP, P or dS in 16 bits, dQ, dK, and dV.
+        """
         columns = self.column_registers, self.of_values.column_registers
         return self.TM * self.TN, self.p_registers, self.query_registers, *columns
 
     @property
     def block_columns(self) -> int:
-        """Number of columns of a block of a block mask: the columns of all consumers.
+        """Number of columns of a block of a block mask: the columns of all consumers together.
 
-        The number is the same in the spec of one consumer's part of the tile.
+        The spec of one consumer's part of a tile (``part``) has the same number.
         """
         return self.consumers * GROUP_ROWS
 
@@ -261,10 +280,14 @@ class WgmmaBackwardSpec(GradientSpec):
 
     @property
     def bias_first(self) -> bool:
-        """Whether the bias is added before dP's product begins, because dP takes the registers.
+        """Whether the bias is added to the scores before the product dP = dO VT begins.
 
-        This is the case if the call has a bias, scores are not kept until dS, and the larger one of
-        the two head dimensions is from 49 to 64.
+        dP takes registers that the addition of the bias needs. The value is True if these
+        conditions hold:
+
+        - The call has a bias.
+        - The scores are not kept until dS (``Features.scores_stay``).
+        - The larger head dimension, of Q or V, is from 49 to 64.
         """
         few = self.features.bias and not self.features.scores_stay
         return few and ADDED_BESIDE < self.most_columns <= PANEL
@@ -277,12 +300,17 @@ class WgmmaBackwardSpec(GradientSpec):
 
     @property
     def masked_part(self) -> WgmmaBackwardSpec:
-        """The spec with which the part ``scale_and_mask`` is made.
+        """The spec from which the device function ``scale_and_mask`` is made.
 
-        case                          what ``scale_and_mask`` does
-        scores are kept until dS      it hides elements; see ``hidden_alone``
-        the bias is added before dP   it only masks: the scores are already scaled and biased
-        otherwise                     everything, for one consumer's part of the tile
+        It describes one consumer's part of a tile.
+
+        case                                     what ``scale_and_mask`` does
+        scores are kept until dS                 the first of two steps (``hidden_alone``)
+        (``Features.scores_stay``)
+        bias is added early (``bias_first``)     it hides elements; scale and bias were applied
+                                                 before
+        all other cases                          all steps: it scales, applies the options that
+                                                 change scores, and hides elements
         """
         if self.features.scores_stay:
             return hidden_alone(self.part)
@@ -293,10 +321,13 @@ class WgmmaBackwardSpec(GradientSpec):
 
     @property
     def transposed(self) -> WgmmaSpec:
-        """Forward spec with which products of the forward pass compute backward products.
+        """Spec with which products of the forward pass compute products of the backward pass.
 
-        Q KT becomes ST = K QT and dPT = V dOT. P V becomes dV = PT dO and dK = dST Q. Rows of the
-        forward spec are columns of S.
+        forward product   backward products
+        Q KT              ST = K QT, dPT = V dOT
+        P V               dV = PT dO, dK = dST Q
+
+        Rows of a tile in this spec are columns of S.
         """
         return self._transposed(WgmmaSpec)
 
@@ -325,9 +356,9 @@ class WgmmaBackwardSpec(GradientSpec):
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Positions in shared memory of six things, which follow K and V.
+        """Positions in shared memory of what follows K and V, in this order.
 
-        thing     unit
+        contents  unit of the position
         Q         16-bit elements
         dO        16-bit elements
         dS        16-bit elements
@@ -350,10 +381,11 @@ class WgmmaBackwardSpec(GradientSpec):
 
     @property
     def pipelines(self) -> BackwardPipelines:
-        """The pipelines of the kernel. All matrices of a row tile share the barrier for empty.
+        """The pipelines of the kernel.
 
-        FA-1 has pipelines for O and D in addition, and a barrier for empty slots of K and V,
-        because it loads K and V again in every pass.
+        All matrices of a row tile have the same barrier for their empty slot. FA-1 also has
+        pipelines for O and D. FA-1 also has a barrier for the empty slot of K and V, because it
+        loads K and V again in every pass.
         """
         empty, more = 1 + 2 * self.slots, 1 + 3 * self.slots
         return BackwardPipelines(
@@ -366,16 +398,16 @@ class WgmmaBackwardSpec(GradientSpec):
 
     @property
     def arrivals(self) -> Arrivals:
-        """The barriers to initialise, and the arrivals that complete each.
+        """The barriers to initialise, and the numbers of arrivals that complete a barrier.
 
-        barrier        FA-2                       FA-1
-        Q is full      ``fill_arrivals``          1 for Q, and a warp that loads L
-        dO is full     1                          1
-        O is full      none                       1
-        D is full      none                       two warps that compute D from dO and O
-        row tile empty one per consumer warp      one per consumer warp
-        K, V are full  1                          1
-        K, V are empty none                       one per consumer
+        barrier             arrivals in FA-2           arrivals in FA-1
+        Q is full           ``fill_arrivals``          1 for Q, and 32 of the warp that loads L
+        dO is full          1                          1
+        O is full           no barrier                 1
+        D is full           no barrier                 64 of two warps that compute D from dO and O
+        row tile is empty   1 of each consumer warp    1 of each consumer warp
+        K and V are full    1                          1
+        K and V are empty   no barrier                 1 of each consumer
         """
         kv, q, do, o, d = self.pipelines
         empty = (q.empty, 4 * self.consumers)
@@ -393,11 +425,15 @@ class WgmmaBackwardSpec(GradientSpec):
 
     @property
     def key_tile_words(self) -> tuple[int, int]:
-        """Position and number of the words of the column tile, in words, after the barriers.
+        """Return (position, count) of the 32-bit words in shared memory that describe tiles.
 
-        algorithm   number of words
-        "fa2"       ``KEY_TILE_WORDS`` with lengths of batch entries or split rows, otherwise none
-        "fa1"       two for each slot with a block mask, otherwise none
+        The words follow the barriers. The position is the index of the first word from the start of
+        shared memory. The count depends on the algorithm and the options:
+
+        algorithm   options                                            count
+        "fa2"       lengths of batch entries, or ``splits_rows``       ``KEY_TILE_WORDS``
+        "fa1"       a block mask                                       2 for each slot of row tiles
+        any         all other calls                                    0
         """
         words = KEY_TILE_WORDS if self.features.lengths or self.splits_rows else 0
         if self.algorithm == "fa1":
@@ -408,24 +444,29 @@ class WgmmaBackwardSpec(GradientSpec):
     def fill_arrivals(self) -> int:
         """Number of arrivals that fill a slot of Q in FA-2's kernel.
 
-        arrivals   from
+        arrivals   arriving threads
         1          the thread that loads Q
         64         two warps that load L and D
-        Bc         with dropout only: a thread for each column of S, which draws random numbers
+        Bc         only with dropout: one thread for each column of S, which draws random numbers
         """
         return 1 + 2 * WARP + (self.Bc if self.features.dropout else 0)
 
     @property
     def drawing_threads(self) -> int:
-        """Number of consumer threads that have different elements of S.
+        """Number of consumer threads that have different elements of a tile of S.
 
-        Four threads share two columns of S.
+        Four threads share two columns of the tile. If both consumers have the complete tile, only
+        the threads of one consumer count.
         """
         return 2 * self.Bc
 
     @property
     def drawn_span(self) -> tuple[int, int]:
-        """Position and number, in words, of the words with the bits of dropout."""
+        """Return (position, count) of the 32-bit words in shared memory with the bits of dropout.
+
+        The position is the index of the first word from the start of shared memory. Each bit says
+        whether dropout keeps one element of S (``drawn_words``).
+        """
         return sum(self.key_tile_words), self.slots * self.drawing_threads * self.drawn_words
 
     @property
@@ -447,10 +488,12 @@ _Specialised = TypeVar("_Specialised", "WgmmaBackwardSpec", "WgmmaDqSpec")
 
 
 def hidden_alone(spec: _Specialised) -> _Specialised:
-    """Return ``spec`` for the first of two steps on scores: to hide elements.
+    """Return a copy of ``spec`` for the first of two steps in which a kernel computes scores.
 
-    The options that change visible scores are removed, since a later step computes them. Rows
-    beyond the end of Q are hidden too, because the caller's function may return NaN there.
+    The first step hides elements of S. The second step computes the cap, ``score_mod``, ALiBi and
+    the bias, together with dS. The copy therefore lacks these options, and its field ``stays``
+    contains the text of the function that the second step applies. The first step also hides rows
+    beyond the end of Q, because the caller's function may return NaN there.
     """
     added = replace(spec.features, softcap=False, alibi=False, bias=False, q_lens=True)
     features = replace(added, score_mod=None, score_mod_grad=None)
@@ -460,16 +503,20 @@ def hidden_alone(spec: _Specialised) -> _Specialised:
 
 @dataclass(frozen=True)
 class WgmmaMasksBackwardSpec(WgmmaBackwardSpec):
-    """A backward kernel for calls without options except masks. Each warp adds a part of dQ."""
+    """A backward kernel for calls that have no options except masks.
+
+    Each consumer warp adds its own part of dQ to global memory.
+    """
 
     rounds_early = True
     stores_tiles = True
 
     @property
     def rounds_before_ds(self) -> bool:  # type: ignore[override]
-        """Whether dS is computed from P in 16 bits: for head dimensions above 64.
+        """Whether dS is computed from P in 16 bits instead of P in float32.
 
-        dK and dV then leave no registers for P in float32.
+        This is the case for head dimensions above 64, because dK and dV then leave no registers for
+        P in float32.
         """
         return self.panels > 1
 
@@ -477,8 +524,8 @@ class WgmmaMasksBackwardSpec(WgmmaBackwardSpec):
     def ds_pipeline(self) -> Pipeline:
         """The pipeline of dS. A slot is full when each consumer warp has stored its part of dS.
 
-        It has no barriers for empty slots. A slot is stored to again only after both consumers have
-        released the row tile of the slot.
+        The pipeline has no barriers for empty slots. Consumers store to a slot of dS again only
+        after both consumers have released the row tile of this slot.
         """
         return Pipeline(1 + 3 * self.slots, 0, self.slots)
 
@@ -496,9 +543,10 @@ class WgmmaMasksBackwardSpec(WgmmaBackwardSpec):
 class WgmmaWideBackwardSpec(WgmmaBackwardSpec):
     """A backward kernel for head dimensions above 128.
 
-    dK of 64 columns fills the registers of a warpgroup, and dV does too. Therefore both consumers
-    have all 64 columns and all rows of a tile. One computes S, P and dV, the other dP, dS and dK. S
-    passes through shared memory.
+    A tile has 64 columns. The sum dK for 64 columns fills the registers of one warpgroup, and the
+    sum dV fills the registers of another warpgroup. Therefore the consumers do not divide the tile.
+    The first consumer computes S, P and dV for the complete tile. The second consumer computes dP,
+    dS and dK for the complete tile. Consumers exchange S through shared memory.
     """
 
     wide = True
@@ -510,18 +558,18 @@ class WgmmaWideBackwardSpec(WgmmaBackwardSpec):
 
     @property
     def column_halves(self) -> int:
-        """Number of 16-bit elements of the space for Kj, and of the space for Vj.
+        """Number of 16-bit elements in shared memory for a tile of K, and also for a tile of V.
 
-        dV leaves the kernel through the space of Kj, and dK through the space of Vj. Therefore both
-        have the larger of the two sizes.
+        At the end of the kernel, dV is stored in the space of K, and dK in the space of V, before
+        they go to global memory. Therefore both spaces have the size of the larger tile.
         """
         return max(self.tile_halves[1], self.of_values.tile_halves[1])
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Positions in shared memory of five things, which follow K and V.
+        """Positions in shared memory of what follows K and V, in this order.
 
-        thing     unit
+        contents  unit of the position
         Q         16-bit elements
         dO        16-bit elements
         S         floats
@@ -536,15 +584,18 @@ class WgmmaWideBackwardSpec(WgmmaBackwardSpec):
 
     @property
     def pipelines(self) -> WidePipelines:  # type: ignore[override]
-        """The pipelines of the kernel. A slot of S and a slot of Q share the barrier for empty."""
+        """The pipelines of the kernel.
+
+        A slot of S and a slot of Q have the same barrier for their empty slots.
+        """
         kv, q, do, _, _ = super().pipelines
         return WidePipelines(kv, q, do, Pipeline(1 + 3 * self.slots, q.empty, self.slots))
 
     @property
     def arrivals(self) -> Arrivals:
-        """The barriers to initialise, and the arrivals that complete each.
+        """The barriers to initialise, and the numbers of arrivals that complete a barrier.
 
-        A slot of S is full when each thread of one consumer has stored its part.
+        A slot of S is full when each of the 128 threads of one consumer has stored its part.
         """
         kv, q, do, s = self.pipelines
         of_rows = ((q.full, self.fill_arrivals), (do.full, 1), (q.empty, 4 * self.consumers))
@@ -556,7 +607,10 @@ class WgmmaWideBackwardSpec(WgmmaBackwardSpec):
 
     @property
     def accumulators(self) -> int:
-        """Number of registers of a thread for its parts of dK or dV, S, dP, and dS in 16 bits."""
+        """Number of registers of a thread for its parts of four tiles.
+
+        The tiles are dK or dV (the larger one), S, dP, and dS in 16 bits.
+        """
         columns = max(self.column_registers, self.of_values.column_registers)
         return columns + 2 * self.TM * self.TN + self.p_registers
 
@@ -565,9 +619,9 @@ class WgmmaWideBackwardSpec(WgmmaBackwardSpec):
 class WgmmaPlanesBackwardSpec(WgmmaBackwardSpec):
     """A backward kernel for float32 inputs in two planes of 16 bits, for head dimensions up to 64.
 
-    A consumer computes dQ only from its own 64 columns of dS. Therefore no other consumer reads its
-    dS in shared memory, and its dS is scaled by a power of two of its own. Both consumers add to
-    dQ.
+    A consumer computes a part of dQ from its own 64 columns of dS, and both consumers add their
+    parts to dQ. A consumer reads only its own dS in shared memory. Therefore each consumer scales
+    its dS by a power of two of its own.
     """
 
     query_floats = 0
@@ -590,7 +644,10 @@ class WgmmaPlanesBackwardSpec(WgmmaBackwardSpec):
 
     @property
     def largest_words(self) -> tuple[int, int]:
-        """Position and number, in words, of the space for each consumer warp's largest |dS|."""
+        """Return (position, count) of the 32-bit words for the largest |dS| of each consumer warp.
+
+        The position is the index of the first word from the start of shared memory.
+        """
         return round_up(sum(self.drawn_span), 4), 4 * self.consumers
 
     @property
@@ -602,10 +659,11 @@ class WgmmaPlanesBackwardSpec(WgmmaBackwardSpec):
 class WgmmaWidePlanesBackwardSpec(WgmmaPlanesBackwardSpec):
     """A backward kernel for float32 inputs in planes, for head dimensions above 64.
 
-    dK of 64 columns fills the registers of a warpgroup together with the sum of one tile, and dV
-    does too. Therefore both consumers have all 64 columns. One computes S, P and dV, the other dP,
-    dS and dK, and each computes a panel of dQ. P passes through the shared memory that other
-    kernels use for dQ.
+    A tile has 64 columns. The registers of one warpgroup hold either dK or dV for 64 columns,
+    together with the sum of one tile. Therefore the consumers do not divide the columns. The first
+    consumer computes S, P and dV for all 64 columns. The second consumer computes dP, dS and dK for
+    all 64 columns. Each consumer computes one panel (64 columns) of dQ. Consumers exchange P
+    through the space in shared memory that other kernels use for dQ.
     """
 
     query_floats = GROUP_ROWS * GROUP_ROWS
@@ -613,7 +671,7 @@ class WgmmaWidePlanesBackwardSpec(WgmmaPlanesBackwardSpec):
 
 
 class _SharedRows(WgmmaSpec):
-    """A ``WgmmaSpec`` of two consumers that multiply the same rows."""
+    """A ``WgmmaSpec`` for two consumers that both multiply all rows of a tile."""
 
     consumer_rows = 0
     slots_name_next = False
@@ -634,11 +692,14 @@ _SPECS: dict[str, type[WgmmaBackwardSpec]] = {
 def select_wgmma_backward_spec(
     tiles: Tiles | None, call: BackwardCall, shared_limit: int, **facts: object
 ) -> WgmmaBackwardSpec:
-    """Return the spec of the variant that takes a call. ``facts`` are the spec's other fields.
+    """Return the spec of the backward kernel for a call.
 
-    ``tiles`` are the tiles that the caller gave, or None. ``shared_limit`` is the shared memory of
-    a thread block in bytes. Raise ValueError if the variant has other tiles or another number of
-    threads, or if the spec does not fit in shared memory.
+    The first variant that fits the call determines the kernel (``wgmma_variants.variant_of``).
+    ``tiles`` are the tiles that the caller chose, or None. ``shared_limit`` is the shared memory of
+    a thread block in bytes. ``facts`` are the fields of the spec that ``call`` does not contain.
+
+    Raise ValueError if the variant has tiles or a number of threads other than ``tiles``, or if the
+    spec does not fit in shared memory.
     """
     variant = variant_of(call)
     Br, Bc = variant.tiles.Br, variant.tiles.Bc
@@ -661,8 +722,8 @@ class WgmmaDqSpec(ValuesSpec, WgmmaSpec):
     """The kernel on Hopper's tensor cores that computes dQ alone, without atomic adds.
 
     The loop order is Q outer, as in the forward pass. A consumer has 64 rows of Qi and dOi, and all
-    columns of S and dP. ``stays`` is the text of the caller's function that is computed later from
-    masked scores, or None.
+    columns of S and dP. ``stays`` is the text of the function that is applied to the scores after
+    masking. It is None if no function is applied after masking (``Spec.stays``).
     """
 
     stays: Text | None = None
@@ -671,7 +732,7 @@ class WgmmaDqSpec(ValuesSpec, WgmmaSpec):
 
     @property
     def halves(self) -> int:
-        """Number of 16-bit elements of Qi, dOi, and of all slots of K and V."""
+        """Number of 16-bit elements in shared memory: of Qi, dOi, and all slots of K and V."""
         (rows, keys, _), (out, values, _) = self.tile_halves, self.of_values.tile_halves
         return rows + out + self.stages * (keys + values)
 
@@ -681,15 +742,19 @@ class WgmmaDqSpec(ValuesSpec, WgmmaSpec):
 
     @property
     def masked_part(self) -> WgmmaDqSpec:
-        """The spec with which ``scale_and_mask`` is made.
+        """The spec from which the device function ``scale_and_mask`` is made.
 
-        If scores are kept until dS, it is the spec that ``hidden_alone`` returns.
+        Normally it is this spec. If scores are kept until dS (``Features.scores_stay``), it is the
+        spec that ``hidden_alone`` returns.
         """
         return hidden_alone(self) if self.features.scores_stay else self
 
     @property
     def pipelines(self) -> DqPipelines:  # type: ignore[override]
-        """The pipelines of the kernel. Q and dO are loaded once, and need no barrier for empty."""
+        """The pipelines of the kernel.
+
+        Q and dO are loaded once. Their slots therefore need no barriers for empty slots.
+        """
         stages = self.stages
         k = Pipeline(2, 2 + 2 * stages, stages)
         v = Pipeline(2 + stages, 2 + 3 * stages, stages)
@@ -697,9 +762,10 @@ class WgmmaDqSpec(ValuesSpec, WgmmaSpec):
 
     @property
     def arrivals(self) -> Arrivals:
-        """The barriers to initialise, and the arrivals that complete each.
+        """The barriers to initialise, and the numbers of arrivals that complete a barrier.
 
-        One arrival fills a slot. One arrival per consumer warp empties a slot of K or V.
+        One arrival completes the barrier for a full slot. One arrival of each consumer warp
+        completes the barrier for an empty slot of K or V.
         """
         (q, do, k, v), warps = self.pipelines, 4 * self.consumers
         of_columns = ((k.full, 1), (v.full, 1), (k.empty, warps), (v.empty, warps))
@@ -718,7 +784,7 @@ class WgmmaDqSpec(ValuesSpec, WgmmaSpec):
 def select_wgmma_dq_spec(head_dim: int, **facts: object) -> WgmmaDqSpec:
     """Return the spec of the kernel that computes dQ alone, with the tiles of ``wgmma_dq_tiles``.
 
-    ``facts`` are the fields of the spec besides the sizes.
+    ``facts`` are the fields of the spec except the sizes.
     """
     tiles = wgmma_dq_tiles(max(head_dim, facts.get("head_dim_v", 0)))  # type: ignore[call-overload]
     return within_registers(WgmmaDqSpec, tiles, head_dim, **facts)

@@ -23,9 +23,14 @@ _SLOTS = ((2, 2), (1, 2), (2, 1), (1, 1))
 
 
 class Fa1Pipelines(NamedTuple):
-    """The pipelines of FA-1's forward kernel: q, k, v, o and written.
+    """The pipelines of FA-1's forward kernel.
 
-    ``written`` has no data: its barriers say that a pass has written its rows of O.
+    field     contents of a slot
+    q         Q
+    k         K
+    v         V
+    o         O in float32
+    written   no data. The barriers say that a pass has written the rows of O
     """
 
     q: Pipeline
@@ -46,9 +51,11 @@ class WgmmaFa1Spec(WgmmaSpec):
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Number of registers of a producer thread and of a consumer thread, after their exchange.
+        """Numbers of registers of a producer thread and of a consumer thread.
 
-        Two consumers with much S, or with planes, have more registers (``_REGISTERS_OF_LARGE``).
+        Producer threads release registers after the launch, and consumer threads take them. These
+        are the numbers after this exchange. If two consumers have a large part of S, or planes, a
+        consumer thread gets more registers (``_REGISTERS_OF_LARGE``).
         """
         large = self.TM * self.TN > _LARGE or self.planes > 1
         if self.consumers == 2 and large:
@@ -66,17 +73,18 @@ class WgmmaFa1Spec(WgmmaSpec):
 
     @property
     def query_ends(self) -> bool:
-        """Whether rows beyond a sequence's end must not be loaded: only for packed sequences.
+        """Whether the kernel must not load rows beyond the end of a sequence.
 
-        Rows of padding are harmless. For packed sequences, the rows belong to another sequence.
+        The value is True for packed sequences, where these rows belong to another sequence. In
+        other calls these rows are padding, and loading them is harmless.
         """
         return self.features.packed
 
     @property
     def tile_floats(self) -> int:
-        """Number of elements of a slot of O in float32; 0 with planes.
+        """Number of elements of a slot of O in float32.
 
-        With planes, O is loaded from global memory to registers.
+        With planes it is 0, because O is loaded from global memory to registers.
         """
         return 0 if self.planes > 1 else self.float_panels * FLOAT_PANEL * self.Br
 
@@ -86,7 +94,10 @@ class WgmmaFa1Spec(WgmmaSpec):
 
     @property
     def pipelines(self) -> Fa1Pipelines:  # type: ignore[override]
-        """The pipelines of the kernel. q, o and written have barriers for each consumer."""
+        """The pipelines of the kernel.
+
+        In ``q``, ``o`` and ``written``, each consumer has barriers of its own.
+        """
         stages, groups = self.stages, self.consumers
         rows = self.q_stages * groups
         kv = 4 * rows + groups
@@ -100,14 +111,15 @@ class WgmmaFa1Spec(WgmmaSpec):
 
     @property
     def arrivals(self) -> Arrivals:
-        """The barriers to initialise, and the arrivals that complete each.
+        """The barriers to initialise, and the numbers of arrivals that complete a barrier.
 
-        slot          arrivals that empty it
-        Q             one per warp of the consumer
-        O             one, of the consumer's first thread
-        K or V        one per consumer warp
+        One arrival completes a barrier for a full slot. One arrival also completes a barrier of
+        ``written``. A barrier for an empty slot needs these arrivals:
 
-        One arrival fills a slot, and one says that O is written.
+        slot     arrivals that complete the barrier for the empty slot
+        Q        one of each warp of the consumer that owns the barrier
+        O        one of the first thread of the consumer that owns the barrier
+        K or V   one of each warp of all consumers
         """
         q, k, v, o, written = self.pipelines
         warps = 4 * self.consumers
@@ -123,18 +135,18 @@ class WgmmaFa1Spec(WgmmaSpec):
 
     @property
     def index_words(self) -> int:
-        """Number of words for a block mask: one for each consumer's part of a slot of Q.
+        """Number of 32-bit words in shared memory for a block mask, or 0 without a block mask.
 
-        The word says which row tile comes next.
+        Each consumer has one word for each slot of Q. The word says which row tile comes next.
         """
         return self.q_stages * self.consumers if self.slots_name_next else 0
 
     @property
     def accumulators(self) -> int:
-        """Number of registers of a thread for S, or for P and O, the larger number.
+        """Number of registers of a thread for S, or for P and O together, whichever is larger.
 
-        O is loaded to registers when S has become P. With planes P V of one tile takes registers
-        too.
+        S and O are never in registers at the same time: O is loaded to registers after P has been
+        computed from S. With planes, the product P V of one tile takes registers too.
         """
         sums = min(self.planes, 2) * 4 * self.DN
         return max(self.TM * self.TN, self.p_registers + self.TM * sums)
@@ -151,9 +163,10 @@ def select_wgmma_fa1_spec(
 ) -> WgmmaFa1Spec:
     """Return the spec of FA-1's forward kernel on Hopper's tensor cores for ``tiles``.
 
-    ``facts`` are the fields besides the sizes, and ``shared_limit`` is the shared memory of a
-    thread block in bytes. Of the numbers of slots in ``_SLOTS`` the first that fit are taken. Raise
-    ValueError as ``within_registers`` does, and for tiles that do not fit in shared memory.
+    ``facts`` are the fields of the spec except the sizes. ``shared_limit`` is the shared memory of
+    a thread block in bytes. The numbers of slots are the first pair in ``_SLOTS`` that fits in
+    shared memory. Raise ValueError as ``within_registers`` does, and for tiles that do not fit in
+    shared memory.
     """
     spec = within_registers(WgmmaFa1Spec, tiles, head_dim, **facts)
     for stages, q_stages in _SLOTS:

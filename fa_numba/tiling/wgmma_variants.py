@@ -78,14 +78,24 @@ class Work(Enum):
 
 
 class Condition(NamedTuple):
-    """The options that a row takes: in words, and as a function of the call."""
+    """A condition on the options of a call, which a row of the table of variants requires.
+
+    field   meaning
+    words   the condition in words, for ``plan.why``
+    holds   function that takes a call and returns whether the condition holds
+    """
 
     words: str
     holds: Callable[[BackwardCall], bool]
 
 
 def slopes_alone(features: Features) -> bool:
-    """Return whether scores are kept until dS, and only the slopes of a ``score_mod`` need them."""
+    """Return whether a kernel keeps the scores only to compute slopes from them.
+
+    Kept scores are in registers until the kernel computes dS (``Features.scores_stay``). A slope is
+    the derivative of ``score_mod`` with respect to the score. The result is False with ALiBi, a
+    bias, dropout or gradients of captured arrays, and if the kernel does not keep the scores.
+    """
     f = features
     beside = f.dcaptured is not None or f.alibi or f.bias or f.dropout
     return f.scores_stay and not beside
@@ -94,10 +104,14 @@ def slopes_alone(features: Features) -> bool:
 def _masks_alone(call: BackwardCall) -> bool:
     """Return whether a call has no option except a causal mask or a block mask.
 
-    The block mask may come from a ``mask_mod``. For head dimensions above 64, a ``mask_mod`` that
-    reads arrays does not count, because its kernel would spill registers. In addition, a thread
-    block must have the rows of one query head, and must not share its column tile. V must have the
-    head dimension of Q.
+    The block mask may have a ``mask_mod``. For head dimensions above 64, the result is False if
+    kernels may call the ``mask_mod`` only with rows and columns of S (``Mod.inside``). An example
+    is a ``mask_mod`` that reads an array at i or j. Its kernel would spill registers. These
+    conditions must hold too:
+
+    - A thread block has the rows of one query head.
+    - A thread block does not share its column tile with other thread blocks.
+    - V has the head dimension of Q.
     """
     f = call.features
     masks: dict[str, Any] = {"causal": f.causal, "sparse": f.sparse}
@@ -109,9 +123,10 @@ def _masks_alone(call: BackwardCall) -> bool:
 
 
 def _changes_kept_products(call: BackwardCall) -> bool:
-    """Return whether a cap or ALiBi slopes change the scores, and no ``score_mod`` keeps them.
+    """Return whether a call has a softcap, or ALiBi slopes with a head dimension above 48.
 
-    ALiBi slopes count only for head dimensions above ADDED_BESIDE.
+    The result is False if the kernel keeps the scores until dS because of a ``score_mod``
+    (``Features.scores_stay``). The number 48 is ADDED_BESIDE.
     """
     slopes = call.features.alibi and call.largest_dim > ADDED_BESIDE
     return (call.features.softcap or slopes) and not call.features.scores_stay
@@ -158,8 +173,7 @@ class Variant:
     slots            number of row tiles of Q, and of dO, in shared memory
     from_registers   products whose first operand is in registers; all other operands are in
                      shared memory
-    dq               who adds to dQ, and when. A call needs a row whose kernel adds to dQ, or a row
-                     whose kernel does not
+    dq               who adds to dQ, and when (class ``Dq``)
     why              reason for the row, with the measured gain
     """
 
@@ -179,24 +193,27 @@ class Variant:
 
     @property
     def adds_dq(self) -> bool:
-        """Whether the kernel adds dQ; else a second kernel computes dQ."""
+        """Whether the kernel adds to dQ. Otherwise a second kernel computes dQ."""
         return self.dq is not Dq.APART
 
     @property
     def copies_dq(self) -> bool:
-        """Whether the copy engine adds dQ by boxes of a tensor map."""
+        """Whether the copy engine (TMA) adds dQ in boxes that a tensor map describes."""
         return self.dq is Dq.COPIED
 
     def covers(self, largest_dim: int, planes: bool, adds_dq: bool) -> bool:
-        """Return whether the row fits a head dimension, inputs (planes or not) and the sum of dQ.
+        """Return whether the kernel of the row fits three facts about a call.
 
-        ``adds_dq`` says whether the kernel must add to dQ.
+        argument      fact
+        largest_dim   the larger head dimension, of Q and K or of V
+        planes        whether the inputs are float32 arrays that are split into planes
+        adds_dq       True if the kernel must add to dQ; False if a second kernel computes dQ
         """
         alike = self.planes == planes and self.adds_dq == adds_dq
         return alike and largest_dim <= self.largest_dim
 
     def fits(self, call: BackwardCall) -> bool:
-        """Return whether the row takes a call."""
+        """Return whether the kernel of the row can compute a call."""
         covers = self.covers(call.largest_dim, call.planes, call.adds_dq)
         return covers and self.takes.holds(call)
 
@@ -412,9 +429,9 @@ def variants_of(algorithm: str) -> tuple[Variant, ...]:
 
 
 def variant_of(call: BackwardCall) -> Variant:
-    """Return the first row that fits a call.
+    """Return the first row of the algorithm's table that fits a call.
 
-    Raise ValueError if no row fits, which ``Unit.lacks`` rules out.
+    Raise ValueError if no row fits. Callers check with ``Unit.lacks`` first that a row fits.
     """
     for variant in variants_of(call.algorithm):
         if variant.fits(call):
@@ -430,9 +447,16 @@ def default_wgmma_backward_tiles(
 ) -> Tiles:
     """Return the tiles of the backward kernel on Hopper's tensor cores.
 
-    All rows for ``largest_dim``, the larger head dimension, have equal tiles, whatever the options
-    and splits are. With tiles of these rows, dQ has a part of 64 x 64 for each consumer. Without
-    dQ, tiles of 64 rows let P be rounded early.
+    The tiles are those of the first suitable variant in the table of the algorithm. Options of a
+    call, such as dropout, can select another variant (``variant_of``), but never other tiles.
+
+    argument      meaning
+    largest_dim   the larger head dimension, of Q and K or of V
+    adds_dq       True if the backward kernel adds to dQ; False if a second kernel computes dQ
+    planes        number of 16-bit planes of the inputs; 1 for 16-bit inputs
+    algorithm     "fa1" or "fa2"
+
+    Raise ValueError if the table has no variant for these arguments.
     """
     for variant in variants_of(algorithm):
         if variant.covers(largest_dim, planes > 1, adds_dq):
