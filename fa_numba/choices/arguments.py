@@ -98,10 +98,10 @@ class Boxes:
 
 @dataclass(frozen=True)
 class Grouped:
-    """An array whose axis of heads is split into groups, and a group's heads follow the rows.
+    """An array that a kernel takes with its heads in groups (``device.grouped``).
 
-    A kernel takes the array in this form (``device.grouped``) if the rows of one tile belong to
-    several heads.
+    The axis of heads becomes an axis of groups. The heads of a group become an axis after the axis
+    of rows. Kernels take arrays in this form if the rows of one tile belong to several heads.
 
     Attributes
     ----------

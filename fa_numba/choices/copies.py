@@ -29,7 +29,8 @@ class Taken(NamedTuple):
 
     field       meaning
     grid        numbers of thread blocks along the three axes
-    bound       arguments whose name or form differs from the kernel's parameter, by parameter
+    bound       parameter of the kernel -> argument, for each parameter whose argument has another
+                name or form than usual
     workspace   arrays of the workspace that only this kernel needs
     """
 
@@ -42,7 +43,7 @@ class Copies:
     """Grids and arguments of kernels whose threads copy the rows of a tile.
 
     A thread block computes one row tile or one column tile. ``by_boxes`` says whether the copy
-    engine moves complete boxes of 64 columns. If it does, the access model counts complete boxes.
+    engine (TMA) moves complete boxes of 64 columns. The access model then counts complete boxes.
     """
 
     by_boxes = False
@@ -59,16 +60,20 @@ class Copies:
         return Taken(grid, bound)
 
     def of_fa1_forward(self, spec: Any) -> dict[str, Argument]:
-        """Return the arguments of FA-1's forward kernel that have another name or form."""
+        """Return the arguments of FA-1's forward kernel that have another name or form than usual.
+
+        The keys are the names of the kernel's parameters.
+        """
         return {}
 
     def of_backward(
         self, request: Request, tiles: Tiles, spec: Any, columns: bool
     ) -> dict[str, Argument]:
-        """Return the arguments of a backward kernel that have another name or form.
+        """Return the arguments of a backward kernel that have another name or form than usual.
 
-        ``columns`` says whether the kernel writes dK and dV itself. Otherwise it writes parts or
-        sums of them in float32, and another kernel makes dK and dV.
+        The keys are the names of the kernel's parameters. ``columns`` says whether the kernel
+        writes dK and dV itself. If not, it writes parts or sums of dK and dV in float32, and
+        another kernel computes dK and dV from them.
         """
         return {}
 
@@ -133,17 +138,28 @@ class BoxCopies(Copies):
 
 
 def _in_chunks(spec: Any, Tc: int, heads: int, batch: int) -> Grid:
-    """Return the grid over ``Tc`` column tiles of each of ``heads`` heads, in ``batch`` entries.
+    """Return the grid of a backward kernel with one thread block for each column tile and head.
 
-    With ``spec.chunk_tiles``, the thread blocks of a chunk (this number of column tiles of each
-    head) come before the thread blocks of the next chunk.
+    ``Tc`` is the number of column tiles of a head, ``heads`` the number of heads, and ``batch`` the
+    number of batch entries.
+
+    spec.chunk_tiles   grid
+    0                  (Tc, heads, batch)
+    C above 0          (C heads, batch, ceil(Tc / C))
+
+    In the second grid, a chunk consists of C column tiles of each head. All thread blocks of a
+    chunk come before the thread blocks of the next chunk.
     """
     chunk = spec.chunk_tiles
     return (chunk * heads, batch, ceil_div(Tc, chunk)) if chunk else (Tc, heads, batch)
 
 
 def _unwritten(request: Request, heads: int) -> dict[str, Argument]:
-    """Return stand-ins for O and L, for a kernel that stores parts of them for the merge."""
+    """Return stand-ins for O and L, for a kernel that does not write these arrays.
+
+    With key splits, the kernel stores parts of O and L in other arrays, and a second kernel merges
+    the parts. ``heads`` is the number of query heads whose rows share a row tile.
+    """
     batch, heads_q, rows = request.row_shape
     shape = request.row_shape if heads == 1 else (batch, heads_q // heads, rows, heads)
     d, dtype = request.problem.d_v, request.problem.dtype
@@ -151,7 +167,7 @@ def _unwritten(request: Request, heads: int) -> dict[str, Argument]:
 
 
 def _boxes(names: Iterable[str], rows: int, ends: bool) -> dict[str, Argument]:
-    """Return arguments for these arrays in boxes of ``rows`` rows.
+    """Return an argument for each array in ``names``, to be copied in boxes of ``rows`` rows.
 
     ``ends`` says whether a box stops at the end of a sequence.
     """
@@ -159,7 +175,7 @@ def _boxes(names: Iterable[str], rows: int, ends: bool) -> dict[str, Argument]:
 
 
 def _forward_boxes(spec: Any) -> dict[str, Argument]:
-    """Return the arguments Q, K, V and O of a forward kernel, in boxes."""
+    """Return the arguments Q, K, V and O of a forward kernel, to be copied in boxes."""
     page_size = spec.features.page_size
     rows = common_rows(page_size, spec.Bc) if page_size else spec.Bc
     Q = Boxes("Q", GROUP_ROWS, heads=spec.tile_heads, ends=spec.query_ends)
@@ -170,9 +186,10 @@ def _forward_boxes(spec: Any) -> dict[str, Argument]:
 def _forward_blocks(request: Request, spec: Any, splits: int) -> int:
     """Return the number of thread blocks of FA-2's forward kernel.
 
-    Persistent thread blocks are as many as the GPU runs at the same time, or as there are work
-    tiles if these are fewer. Without persistence, each work tile has its own thread block
-    (parts/wgmma/scheduler).
+    Normally thread blocks are persistent: each computes several work tiles. The number is then the
+    number of thread blocks that the GPU runs at the same time, or the number of work tiles if that
+    is smaller. Without persistence, each work tile has its own thread block
+    (parts/wgmma/scheduler.py).
     """
     p = request.problem
     tiles = ceil_div(p.seqlen_q, spec.head_rows) * p.batch
@@ -184,8 +201,10 @@ def _forward_blocks(request: Request, spec: Any, splits: int) -> int:
 
 
 def _tiles_of_all(rows: int, rows_of_tile: int, problem: Problem) -> int:
-    """Return the number of tiles of one head that cover all packed sequences together.
+    """Return a number of tiles that is enough to cover all packed sequences of one head.
 
-    ``rows`` is the number of rows of all sequences. Some tiles are empty (parts/wgmma/scheduler).
+    ``rows`` is the number of rows of all sequences. A tile does not cross the end of a sequence.
+    The number allows for one more tile for each sequence, so some tiles may be empty
+    (parts/wgmma/scheduler.py).
     """
     return rows // rows_of_tile + problem.batch

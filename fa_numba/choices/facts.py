@@ -36,12 +36,12 @@ class Size(NamedTuple):
     """A row of tiles.csv: the tile sizes of a kernel.
 
     field      meaning
-    case       the case, such as "options" or "3 planes"; "" for plain calls
-    head_dim   largest head dimension for which the row holds
-    most       greatest length for which the row of a short call holds; 0: any length
-    Br, Bc     tile sizes; Bc is 0 if the number of columns is the same as in other calls
-    stages     number of stages
-    source     where the row is from
+    case       the case, such as "options" or "3 planes"; "" for calls without options
+    head_dim   largest head dimension for which the row is valid
+    most       greatest length of a short call for which the row is valid; 0 for calls of any length
+    Br, Bc     rows and columns of a tile. Bc is 0 if short calls have as many columns as long calls
+    stages     number of pipeline slots for tiles of K, and of V
+    source     where the numbers are from, such as a command or a commit
     """
 
     case: str
@@ -73,8 +73,8 @@ def sizes(unit: str, algorithm: str, of: str) -> tuple[Size, ...]:
 def size(unit: str, algorithm: str, of: str, head_dim: int, *cases: str) -> Size:
     """Return the row of tiles.csv for a call of any length with a head dimension.
 
-    The ``cases`` are tried in order, and then the case "" of plain calls. The first case
-    that has a row for the head dimension is taken.
+    The ``cases`` are tried in order, and then the case "", which is for calls without options. The
+    first case that has a row for the head dimension is taken.
     """
     found = [x for x in sizes(unit, algorithm, of) if head_dim <= x.head_dim and not x.most]
     return next(x for case in (*cases, "") for x in found if x.case == case)
@@ -91,13 +91,14 @@ def measured(what: str, setting: object = "") -> float:
 
 
 class Spill(NamedTuple):
-    """A row of spills.csv: two options whose kernel spills registers.
+    """A row of spills.csv: the bytes of registers that a kernel with two options spills.
 
     field         meaning
-    option        flag of one option
-    beside        flag of the other option, or "lengths", "no mask" or "one chunk"
-    first, last   range of head dimensions
-    bytes         number of bytes that the kernel spills; 0: none
+    option        first option, by the name of its field in ``Features``
+    beside        second option, or a case: "lengths" (any lengths of sequences), "no mask" (neither
+                  a causal mask nor a window), or "one chunk" (a grid without chunks)
+    first, last   smallest and largest head dimension for which the row is valid
+    bytes         number of bytes that the kernel spills; 0 if it spills none
     """
 
     option: str
@@ -115,8 +116,8 @@ _allowed: ContextVar[bool] = ContextVar("fa_numba_spills", default=False)
 def spills_allowed() -> Iterator[None]:
     """A context manager inside of which plans may contain kernels that spill registers.
 
-    The search for spilled bytes needs such plans. Requests made inside contain this fact
-    (``Request.spilling``).
+    The command ``python -m experiments spills`` needs such plans. Requests that are made inside of
+    the context manager have ``Request.spilling`` set to True.
     """
     token = _allowed.set(True)
     try:
@@ -140,5 +141,8 @@ def are_spills_allowed() -> bool:
 
 
 def spills(unit: str, algorithm: str, of: str) -> tuple[Spill, ...]:
-    """Return the rows of spills.csv of a unit's kernel that spills; ``of`` is "fwd" or "bwd"."""
+    """Return the rows of spills.csv in which a unit's kernel spills at least one byte.
+
+    ``of`` is the pass of the kernel: "fwd" or "bwd".
+    """
     return tuple(x for x in _spills(unit, algorithm, of) if x.bytes)

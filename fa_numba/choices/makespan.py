@@ -9,9 +9,10 @@ from collections.abc import Iterable
 def makespan(blocks: Iterable[tuple[int, float]], resident: int) -> float:
     """Return the time until the last of several thread blocks ends.
 
-    Thread blocks begin in order, and each begins as soon as fewer than ``resident`` others run.
-    ``blocks`` yields pairs (number of equal thread blocks, time of each) in the order in which they
-    begin. The unit of time is the caller's.
+    At most ``resident`` thread blocks run at the same time. Thread blocks begin in their order. A
+    thread block begins as soon as fewer than ``resident`` thread blocks run. ``blocks`` yields
+    pairs in this order: a number of thread blocks that take equally long, and the time of one of
+    these thread blocks. The result has the unit of these times.
     """
     free = [0.0] * resident
     for count, each in blocks:

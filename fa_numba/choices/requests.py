@@ -43,9 +43,9 @@ class Choices:
     The public functions document them. The choices are part of the key of the launch cache, and of
     a request for a plan.
 
-    A value that no call allows raises TypeError or ValueError. A choice that the pass ``passes``
-    ("fwd" or "bwd") does not have raises ValueError. A choice that the unit does not have is found
-    later, when a plan is made.
+    The constructor raises TypeError or ValueError for a value that no call allows. It raises
+    ValueError for a choice that only the other pass has (``passes`` is "fwd" or "bwd"). Choices
+    that the unit does not support raise ValueError later, when a plan is made.
     """
 
     algorithm: Algorithm
@@ -106,7 +106,11 @@ _P = ParamSpec("_P")
 
 
 def _once(make: Callable[_P, Choices]) -> Callable[_P, Choices]:
-    """Return a function like ``make`` that checks equal arguments once and keeps the result."""
+    """Return a function like ``make`` that caches its results.
+
+    If the function is called again with equal arguments, it returns the cached result, without
+    checking the arguments again.
+    """
     checked: Any = functools.lru_cache(maxsize=4096, typed=True)(make)
 
     def choices_of(*given: _P.args, **named: _P.kwargs) -> Choices:
@@ -184,7 +188,10 @@ class Request:
 
     @property
     def lengths(self) -> Features:
-        """The features of a kernel that only copies and multiplies: the lengths of sequences."""
+        """The features of a kernel that only needs the lengths of sequences.
+
+        Such a kernel copies or multiplies rows. It does not need the other options.
+        """
         own = self.features
         return replace(PLAIN, q_lens=own.q_lens, kv_lens=own.kv_lens, packed=own.packed)
 

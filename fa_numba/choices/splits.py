@@ -33,10 +33,11 @@ MAX_SHARES = 65535
 def _fewest(
     name: str, tried: Sequence[int], ends: Callable[[int], float], unit: str, whose: str
 ) -> Chosen:
-    """Return the number of splits with which the pass ends first; of equal times, the first tried.
+    """Return the number of splits in ``tried`` with which the pass ends first, and the reason.
 
-    ``ends`` takes a number and returns the time, in ``unit``. ``name`` is the option, and ``whose``
-    is the beginning of the reason.
+    If several numbers end at the same time, the first of them is returned. ``ends`` takes a number
+    of splits and returns the time of the pass, in ``unit``. ``name`` is the name of the option, and
+    ``whose`` is the text with which the reason begins.
     """
     times = {n: ends(n) for n in tried}
     best = min(times, key=times.__getitem__)
@@ -52,18 +53,22 @@ def chosen_splits(request: Request, tiles: Tiles, spec: Spec, blocks: int) -> Ch
 
     The first case that applies decides:
 
-    case                                                           number
-    the caller chose a number                                      this number
-    the emulator                                                   1
-    unequal row tiles, the longest takes at most an even share     1
-    equal row tiles, which fill the GPU                            1
-    otherwise                                                      the number that ends first
+    case                                               number of key splits
+    the caller chose a number                          the number that the caller chose
+    the call runs on the emulator                      1
+    row tiles are unequal, and the longest row tile    1
+    takes no longer than an even share
+    row tiles are equal, and fill the GPU              1
+    all other cases                                    the number with which the pass ends first
 
-    Row tiles are unequal under a causal mask, or a window with a right bound only, if a head has
-    more than one. The last row tiles are the longest then. Calls with packed sequences or a block
-    mask are treated as if row tiles were equal. ``blocks`` is the number of row tiles of the call.
-    An even share is the time of all row tiles, divided by the number of thread blocks that run at
-    the same time. The end is the ``makespan`` in visits of a column tile.
+    Row tiles are unequal if they visit different numbers of column tiles. This is so under a causal
+    mask, or a window with a right bound only, if a head has several row tiles. The last row tiles
+    of a head are then the longest. Calls with packed sequences or a block mask are treated as if
+    row tiles were equal. An even share is the time of all row tiles, divided by the number of
+    thread blocks that run at the same time. The end of the pass is its ``makespan``, measured in
+    visits of a column tile.
+
+    ``blocks`` is the number of row tiles of the call. ``spec`` is the spec of the forward kernel.
     """
     if request.choices.kv_splits != "auto":
         return Chosen(int(request.choices.kv_splits), "chosen by the caller")
@@ -108,9 +113,11 @@ def chosen_splits(request: Request, tiles: Tiles, spec: Spec, blocks: int) -> Ch
 
 
 def _of_sums(request: Request, tiles: Tiles, spec: Spec, splits: int) -> tuple[float, float]:
-    """Return the time that O, l and m of splits take, in visits of a column tile.
+    """Return two times that key splits add for storing and merging their parts of O, l and m.
 
-    The first number is the time of each thread block, the second number the time of the call.
+    The first number is added to the time of each thread block. The second number is added to the
+    time of the call. The unit is the time of a visit of a column tile. ``splits`` is the number of
+    key splits. Both numbers are 0 for one split.
     """
     p = request.problem
     if splits == 1:
@@ -128,9 +135,10 @@ def _of_sums(request: Request, tiles: Tiles, spec: Spec, splits: int) -> tuple[f
 def _side_by_side(request: Request, tiles: Tiles, spec: Spec) -> int:
     """Return the number of thread blocks that are expected to run on a multiprocessor together.
 
-    It is 1 for tiles of at least ``HIGH`` rows, which keep a multiprocessor busy. Lower tiles wait
-    for memory: for them it is the number whose loads keep memory busy, if they fit in shared
-    memory.
+    The number is 1 for tiles of at least ``HIGH`` rows, because one such thread block keeps a
+    multiprocessor busy. Thread blocks with fewer rows wait for memory. For these tiles, the number
+    is the least number of thread blocks whose loads keep memory busy. It is lower if shared memory
+    does not hold this number of thread blocks.
     """
     if tiles.Br >= HIGH:
         return 1
@@ -151,7 +159,7 @@ def _columns(request: Request, tiles: Tiles) -> int:
 
 
 def check_group_splits(request: Request) -> None:
-    """Raise ValueError if ``group_splits`` is a number that the request cannot have."""
+    """Raise ValueError if ``group_splits`` is a number that the request does not allow."""
     p, splits = request.problem, request.choices.group_splits
     if splits in ("auto", 1):
         return
@@ -186,20 +194,22 @@ def chosen_group_splits(request: Request) -> Chosen:
 
     The first case that applies decides:
 
-    case                                       number
-    the caller chose a number                  this number
-    no kernel of the unit splits column tiles  1
-    the emulator, or no columns                1
-    no other number is possible                1: there are many column tiles, or nothing to share
-    otherwise                                  the number that ends first
+    case                                                  number of group splits
+    the caller chose a number                             the number that the caller chose
+    the unit has no kernel that splits column tiles       1
+    the call runs on the emulator, or has no columns      1
+    all numbers above 1 are impossible or too high        1
+    all other cases                                       the number with which the pass ends first
 
-    The end is the ``makespan`` until the parts of dK and dV are summed, in visits of a row tile. A
-    visit takes about 3 microseconds of a multiprocessor, for 10 Br Bc d FLOPs. Thread blocks go to
-    multiprocessors in order. Under a causal mask the first column tiles take longest.
+    The pass ends when the parts of dK and dV have been summed. The time until then is the
+    ``makespan`` plus the time of the sums, measured in visits of a row tile. A visit takes about 3
+    microseconds of a multiprocessor, for 10 Br Bc d FLOPs. Thread blocks start in the order of the
+    grid. Under a causal mask the first column tiles take longest.
 
-    The thread blocks of a column tile have query heads of their own, or rows of one query head.
-    Each loads Kj and Vj, and stores parts of dK and dV in float32. Two more kernels add these up.
-    The tiles are known before the number is chosen, and the kernel's variant after it.
+    The thread blocks that share a column tile have different query heads, or different rows of a
+    query head. Each of them loads Kj and Vj, and stores parts of dK and dV in float32. Two more
+    kernels add up these parts. The tiles do not depend on the number of splits. The variant of the
+    kernel may depend on this number, and is chosen later.
     """
     if request.choices.group_splits != "auto":
         return Chosen(int(request.choices.group_splits), "chosen by the caller")
@@ -259,9 +269,9 @@ def _group_splitting() -> str:
 
 
 def _can_split_rows(request: Request) -> bool:
-    """Return whether thread blocks may share the rows of one query head too.
+    """Return whether thread blocks may share the rows of a query head too.
 
-    Kernels for options that change scores would spill registers, and may not.
+    The result is False for options that change scores, because their kernels would spill registers.
     """
     return not request.features.changes_scores
 

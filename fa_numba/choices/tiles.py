@@ -35,9 +35,10 @@ def paper_rule(M: int, head_dim: int) -> tuple[int, int]:
 
 
 def _needed(size: int, seqlen: int, least: int = 16) -> int:
-    """Return the size of a tile for a sequence: ``size``, or less if the sequence is shorter.
+    """Return the number of rows or columns of a tile: ``size``, or less for a short sequence.
 
-    For a short sequence it is the next power of two from ``seqlen`` on, at least ``least``.
+    For a short sequence, the number is ``seqlen`` rounded up to a power of two, but not less than
+    ``least``.
     """
     return min(size, max(least, power_of_two(seqlen)))
 
@@ -59,12 +60,12 @@ def simt_tiles(
 
     ``of`` is "fwd" or "bwd". ``shared_limit`` is the shared memory of a thread block in bytes.
 
-    kernel         Br from       Bc from
-    FA-1 forward   tiles.csv     line 1 of its algorithm, ceil(M / 4d), as a power of two up to 128
-    all others     tiles.csv     tiles.csv
+    Br is a number in tiles.csv. Bc is a number in tiles.csv too, except for FA-1's forward kernel.
+    There, Bc is ceil(M / 4d) as in line 1 of Algorithm 1, rounded down to a power of two, and at
+    most 128. M is the on-chip memory in floats.
 
-    Both sizes are reduced for short sequences. Then they are halved, the larger size first, until
-    shared memory and registers hold the tiles.
+    Both sizes are reduced for short sequences. Then the larger of both sizes is halved repeatedly,
+    until shared memory and registers hold the tiles.
     """
     backward = of == "bwd"
     row = size("simt", "fa2", of, head_dim)
@@ -91,23 +92,34 @@ def mma_tiles(
 ) -> Chosen:  # fmt: skip
     """Return the tiles of the kernels on tensor cores (unit "mma"), and the reason.
 
-    ``of`` is "fwd", "bwd" or "dQ" (the kernel that computes dQ alone). With ``keys``, warps divide
-    the columns. The table says which cases of tiles.csv are tried, in this order, before "":
+    ``of`` is "fwd", "bwd" or "dQ" (the kernel that computes dQ alone). ``keys`` says whether the
+    warps divide the columns of a tile. The tiles are a row of tiles.csv. This table lists the cases
+    of tiles.csv that are tried in order, before the case "" for calls without options:
 
-    call                                              cases
-    bias                                              "bias", "options"
-    another option that takes registers               "options"
-    warps divide the columns                          "keys"
-    warps divide the columns, option as above         "keys options", "keys"
-    float32 in n planes                               "n planes", "planes"
-    planes, and warps divide the columns              "keys planes"
+    call                                                   cases in tiles.csv
+    with a bias                                            "bias", "options"
+    with another option that takes registers               "options"
+    ``keys``                                               "keys"
+    ``keys``, and an option that takes registers           "keys options", "keys"
+    float32 in n planes                                    "n planes", "planes"
+    float32 in planes, and ``keys``                        "keys planes"
 
-    The tiles are reduced for short sequences, and until memory and registers hold them. In standard
-    attention, a warp has 16 rows with tiles of 128 x 128. In a forward pass of FA-1 or FA-2, a warp
-    has 32 rows if possible. It has 16 rows with planes, and with a bias up to d = 64. If Br is a
-    multiple of 128, or with key splits, it also has 16 rows for FA-1, and for head dimensions and
-    options with which 32 rows would spill registers. In a backward pass of FA-1, or with planes, a
-    warp has 16 columns.
+    The tiles are reduced for short sequences. They are then reduced until shared memory and
+    registers hold them.
+
+    The number of threads follows from the rows or columns of a warp:
+
+    kernel                                                 a warp has
+    standard attention, tiles of 128 x 128                 16 rows
+    forward, float32 in planes without ``keys``            16 rows
+    forward, float32 in planes with ``keys``               a part of the columns, with 2 Br threads
+    forward, a bias and d up to 64                         16 rows
+    forward, Br a multiple of 128 or key splits: FA-1, and 16 rows
+    calls in which 32 rows would spill registers
+    backward, FA-1 or float32 in planes                    16 columns
+    all other kernels, with ``keys``                       a fourth of the columns if possible
+    all other kernels, without ``keys``                    32 rows if possible; in a backward pass
+                                                           of FA-2, 32 columns if possible
     """
     d, crowded = round_up(head_dim, 16), features.crowds
     planes = features.planes > 1
@@ -156,8 +168,9 @@ def mma_tiles(
 def unspilled(request: Request, rule: Callable[[], Chosen]) -> Chosen:
     """Return the tiles that ``rule`` chooses for FA-2's backward pass on unit "mma".
 
-    If they are 32 x 64 for head dimensions from 145 to 160 on Blackwell, they get 256 threads. With
-    fewer threads the assembler spills registers. The result contains the reason too.
+    Tiles of 32 x 64 get 256 threads in one case: for head dimensions from 145 to 160, on GPUs of
+    compute capability 10.0 or higher (Blackwell). With fewer threads the assembler would spill
+    registers. All other tiles are returned unchanged. The result contains the reason too.
     """
     tiles, why = rule()
     crowded = 144 < request.problem.largest_dim <= 160 and request.capability >= (10, 0)
@@ -168,7 +181,11 @@ def unspilled(request: Request, rule: Callable[[], Chosen]) -> Chosen:
 
 
 def _fitted(tiles: Tiles, why: str) -> Chosen:
-    """Return a choice of tiles. If ``why`` names other tiles, the reason says so."""
+    """Return the tiles with the reason ``why``.
+
+    If ``why`` names tiles of another size, the reason also says that larger tiles do not fit, or
+    that the sequence is shorter.
+    """
     size = f"{tiles.Br} x {tiles.Bc}"
     fitted = f"{size} is used, because larger tiles do not fit or the sequence is shorter"
     return Chosen(tiles, why if f" {size} " in f" {why}" else f"{why}; {fitted}")
@@ -179,9 +196,14 @@ def _shrunk(
 ) -> Tiles:
     """Return the first tiles, from Br x Bc down, for which ``select`` returns a spec.
 
-    The order is: columns are halved (to multiples of 16) down to 32; then rows are halved down to
-    ``least_rows``; then columns are halved down to ``least_columns``. If the smallest tiles do not
-    fit, raise the ValueError of ``select``.
+    The sizes are reduced in this order:
+
+    1. Columns are halved, and rounded up to a multiple of 16, while there are more than 32.
+    2. Rows are halved until there are ``least_rows``.
+    3. Columns are halved until there are ``least_columns``.
+
+    ``select`` raises ValueError if tiles do not fit. If the smallest tiles do not fit, this
+    ValueError is raised.
     """
     while (Br, Bc) != (least_rows, least_columns) and not is_valid(Tiles(Br, Bc), select):
         if Bc > 32 or Br == least_rows:
@@ -201,10 +223,14 @@ _LEAST_COLUMNS = 64  # least number of columns of a tile, even for fewer keys
 def hopper_tiles(request: Request, heads: int, select: Callable[[Tiles], Any]) -> Chosen:
     """Return the tiles of FA-2's forward kernel on Hopper's tensor cores, and the reason.
 
-    ``heads`` is the number of query heads whose rows share a row tile. ``select`` makes a spec of
-    tiles. The head dimension of V decides, because O is in registers. The larger head dimension
-    decides with a bias, which would spill registers otherwise, and if shared memory does not hold a
-    wider K.
+    ``heads`` is the number of query heads whose rows share a row tile. ``select`` makes a spec from
+    tiles, and raises ValueError if they do not fit.
+
+    Normally the tiles depend on the head dimension of V, because O is in registers. If Q and K have
+    a larger head dimension, the tiles depend on this larger number in two cases:
+
+    - The call has a bias, with which the kernel would spill registers otherwise.
+    - Shared memory does not hold the tiles otherwise, because rows of K are longer.
     """
     p = request.problem
     found = _hopper_tiles(request, heads, p.d_v)
@@ -220,13 +246,15 @@ def _hopper_tiles(request: Request, heads: int, d: int) -> Chosen:
     decides:
 
     case                                              tiles
-    planes                                            the row for planes in tiles.csv
+    float32 in planes                                 the row for planes in tiles.csv
     at most 64 rows                                   one consumer (64 rows)
     a short call (``_short``)                         the row for short calls in tiles.csv
     three consumers lack registers or are slower      two consumers (128 rows)
-    not causal                                        two or three consumers: those that end first
-    causal, all row tiles run at the same time        two consumers
-    causal                                            three consumers for long sequences, else two
+    without a causal mask                             two or three consumers, whichever number
+                                                      ends first by a count of rounds
+    causal mask, all row tiles run at the same time   two consumers
+    causal mask, long sequences                       three consumers
+    causal mask, other sequences                      two consumers
     """
     p, features = request.problem, request.features
     rows = p.seqlen_q * heads
@@ -286,11 +314,12 @@ _TIME_OF_THREE = "time of a tile of three consumers over one of two"
 
 
 def _short(request: Request, rows: int, window: int) -> Size | None:
-    """Return the row of tiles.csv for a call that is so short that loads are not ready in time.
+    """Return the row of tiles.csv for a short call, or None.
 
-    ``rows`` is the number of rows of a head, or of the heads that share a tile. ``window`` is the
-    number of columns that a row sees in a window, 0 without a window. The result is None if the
-    call is not short, or has options with which short calls were not measured.
+    A call is short if its tiles are computed before the loads of the next tiles end. ``rows`` is
+    the number of rows of a head, or of all heads that share a row tile. ``window`` is the number of
+    columns that a row sees in a window, or 0 without a window. The result is None if the call is
+    not short, or if it has options for which short calls were not measured.
     """
     p, features = request.problem, request.features
     if not takes_slots(features):
@@ -313,8 +342,11 @@ def _row_tiles(request: Request, rows: int, heads: int, Br: int) -> int:
 def _rounds(request: Request, rows: int, heads: int, Br: int) -> int:
     """Return the number of rounds in which the GPU runs all row tiles with ``Br`` rows.
 
-    For packed sequences it is a measure of time instead: the sum over all sequences of the number
-    of row tiles times the number of rows of Q.
+    A round is one row tile on each multiprocessor. ``rows`` is the number of rows of a head, or of
+    all ``heads`` heads that share a row tile.
+
+    For packed sequences, the result is a measure of time instead. It is the sum of (number of row
+    tiles) x (number of rows of Q) over all sequences.
     """
     p = request.problem
     if p.packed and p.q_lens:
@@ -324,19 +356,19 @@ def _rounds(request: Request, rows: int, heads: int, Br: int) -> int:
 
 
 def takes_slots(features: Features) -> bool:
-    """Return whether a call has no options except a causal mask and a window.
+    """Return whether a call has no options except a causal mask or a window, or both.
 
-    Only for such calls were more slots of Q, K and V, and more thread blocks per multiprocessor,
-    measured.
+    More slots for Q, K and V, and more thread blocks per multiprocessor, are used for such calls
+    only. They were not measured for other calls.
     """
     return replace(features, causal=False, window=False) == PLAIN
 
 
 def _hold_three(tiles: Tiles, head_dim: int, features: Features) -> bool:
-    """Return whether three consumers may be used for tiles of a head dimension.
+    """Return whether three consumers may compute with these tiles at this head dimension.
 
-    Registers must hold the tiles, and there must be no window, softcap or bias. With these options
-    three consumers are slower than two.
+    Two conditions must hold. Registers hold the tiles, and what the options need in addition. There
+    is no window, softcap or bias, because three consumers are slower than two with these options.
     """
     spec = WgmmaSpec(head_dim, tiles.Br, tiles.Bc, 4, tiles.Br // 2)
     slower = features.window or features.softcap or features.bias
@@ -355,10 +387,10 @@ def hopper_fa1_tiles(problem: Problem, features: Features) -> Chosen:
 
 
 def hopper_adds_dq(request: Request) -> bool:
-    """Return whether the backward kernel on Hopper's tensor cores adds dQ.
+    """Return whether the backward kernel on Hopper's tensor cores adds to dQ.
 
-    Otherwise a second kernel computes dQ: with ``deterministic=True``, and for head dimensions
-    above ``LARGEST_ATOMIC`` (FA-2 only).
+    If not, a second kernel computes dQ. This is so only in FA-2, with ``deterministic=True`` or
+    with a head dimension above ``LARGEST_ATOMIC``.
     """
     choices = request.choices
     apart = choices.deterministic or request.problem.largest_dim > LARGEST_ATOMIC
@@ -376,22 +408,25 @@ _SMALL_HEAD = 64  # largest small head dimension: Q and dO of long sequences com
 
 
 def chunk_tiles(request: Request, Bc: int) -> int:
-    """Return the number of column tiles of each head in a chunk (FA-2's backward pass on Hopper).
+    """Return the number of column tiles of each head in a chunk of a backward pass on Hopper.
 
-    The grid visits a chunk of all heads before the next chunk. Column tiles of unequal length are
-    then spread better. ``Bc`` is the number of columns of a tile. The first case that applies
-    decides:
+    The number 0 means that the grid has no chunks. With chunks, the grid visits a chunk of all
+    heads before the next chunk. Long and short column tiles are then distributed better. ``Bc`` is
+    the number of columns of a tile. The first case that applies decides:
 
-    case                                                                      number
-    FA-1                                                                      0: no chunks
-    neither a causal mask, nor a block mask with head_dim up to 64            0
-    few K/V heads in the batch                                                1
-    columns fit in one chunk, and a kernel without chunks does not spill      0
-    otherwise                                                                 chunk / Bc
+    case                                                        number of column tiles
+    FA-1                                                        0
+    column tiles have equal lengths                             0
+    few K/V heads in the batch                                  1
+    all columns fit in one chunk, and a kernel without chunks   0
+    does not spill registers
+    all other cases                                             columns of a chunk / Bc
 
-    The size of a chunk in columns is a number in measured.csv. It is larger for long sequences with
-    small head dimensions, and for head dimensions above 128. The number of column tiles is doubled
-    until the grid has at most ``MOST_CHUNKS`` chunks.
+    Column tiles have unequal lengths with a causal mask, or with a block mask and head dimensions
+    up to 64. All other calls count as calls with equal lengths. The number of columns of a chunk is
+    in measured.csv. It is larger for long sequences with small head dimensions, and for head
+    dimensions above 128. The result, if it is not 0, is doubled until the grid has at most
+    ``MOST_CHUNKS`` chunks.
     """
     p = request.problem
     unequal = p.causal or (p.sparse and p.largest_dim <= PANEL)
@@ -418,10 +453,11 @@ BEHIND = ("slope_of", "dcaptured")
 
 
 def _spilling(head_dim: int, features: Features) -> list[tuple[str, str]]:
-    """Return pairs of options for which Hopper's backward kernels spill registers in a call.
+    """Return the pairs of options that could make FA-2's backward kernel on Hopper spill registers.
 
-    A pair is a row of spills.csv: an option that is on, and the case in which it spills. The caller
-    has to check the case.
+    A pair is (option, beside) of a row of spills.csv (``facts.Spill``). ``features`` contains the
+    option. The caller of this function has to check whether the call also has the second option,
+    or is the case that ``beside`` names.
     """
     return [
         (x.option, x.beside)
@@ -439,15 +475,18 @@ def lacks_together(head_dim: int, features: Features, dq_alone: bool, spilling: 
     The text is empty if there are no such options. ``dq_alone`` says whether a second kernel
     computes dQ. ``spilling`` allows options with which kernels spill registers.
 
-    options                                       not supported
-    softcap with ALiBi slopes, bias or dropout    if no score_mod keeps the scores until dS
-    a score_mod that keeps scores, with dropout   if a second kernel computes dQ
-    a score_mod that keeps scores, with bias      for head dimensions above ``LARGEST_ATOMIC``
-    ALiBi slopes with bias                        always
-    pairs in spills.csv                           in the cases that the table names
+    options                                       calls that are not supported
+    softcap with ALiBi slopes, bias or dropout    calls that do not keep scores
+    score_mod with dropout                        calls that keep scores, if a second kernel
+                                                  computes dQ
+    score_mod with bias                           calls that keep scores, for head dimensions above
+                                                  ``LARGEST_ATOMIC``
+    ALiBi slopes with bias                        all calls
+    pairs of options in spills.csv                calls with the head dimensions of the row
 
-    With a softcap alone, dS is computed from the capped scores, before slopes or a bias are added
-    and before dropout marks P.
+    A call keeps scores if ``Features.scores_stay`` is True: the scores are then in registers until
+    dS is computed. If a call with a softcap does not keep scores, dS is computed from the capped
+    scores, before ALiBi slopes or a bias are added and before dropout marks P.
     """
     added = [name for name in ADDED if getattr(features, name)]
     if features.softcap and not features.scores_stay:

@@ -32,8 +32,12 @@ def tuned_tiles(
     """Return the fastest tiles measured on GPUs of a compute capability, or None.
 
     ``unit``, ``algorithm`` and ``passes`` name the kernel. The head dimension is rounded up to a
-    multiple of 16. The result is None in these cases: nothing was measured; the tiles are larger
-    than the sequence; ``select`` raises ValueError for the tiles.
+    multiple of 16. ``select`` takes tiles, and raises ValueError if there is no kernel for them.
+    The result is None in these cases:
+
+    - The kernel was not measured at this compute capability and head dimension.
+    - The tiles have more rows or columns than the sequence.
+    - ``select`` raises ValueError for the tiles.
     """
     key = (".".join(map(str, capability)), unit, algorithm, passes, str(round_up(head_dim, 16)))
     tiles = _table(TABLE).get(key)

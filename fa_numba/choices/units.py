@@ -57,9 +57,9 @@ class Unit(ABC):
 
     attribute         meaning
     name              name of the unit, such as "mma"
-    title             name in plans
-    label             name in figures and tables
-    mark              text after the name of an algorithm in a label of a series
+    title             name of the unit in plans
+    label             name of the unit in figures and tables
+    mark              text that follows the name of an algorithm in figures
     looks             colours and markers in figures, by the name of a series without the unit
     on_tensor_cores   whether the unit is compared with the peak speed of tensor cores
     instruction       name of the instruction that multiplies matrices on tensor cores
@@ -74,9 +74,9 @@ class Unit(ABC):
     staged            by kernel: greatest number of stages of K and V
     splits_queries    by kernel: whether the caller can choose ``query_splits``
     splits_keys       by kernel: whether the caller can choose ``warp_partition``
-    precisions        by kernel: values of ``precision`` with planes
+    precisions        by kernel: values of ``precision`` that split float32 inputs in planes
     splits_columns    by kernel: whether the caller can choose ``kv_splits``
-    splits_group      by kernel: largest head dimension with ``group_splits``
+    splits_group      by kernel: largest head dimension for which ``group_splits`` may be above 1
     measures          measures that ``ablate`` can switch off, with their algorithms
 
     The methods that return a ``Shape`` raise ValueError for tiles that the kernel cannot have.
@@ -108,13 +108,17 @@ class Unit(ABC):
         return self.capability <= capability <= (self.newest or capability)
 
     def lacks(self, request: Request) -> str:
-        """Return what the unit cannot do of a request, in words. Empty: it can do everything."""
+        """Return text that names what the unit does not support in a request.
+
+        The text is empty if the unit supports the request.
+        """
         return ""
 
     def unsuited(self, request: Request) -> str:
-        """Return why "auto" takes another unit for a request, in words. Empty: this unit suits it.
+        """Return text with the reason why "auto" does not choose this unit for a request.
 
-        The unit can compute the request, but another unit is faster, or this one was not timed.
+        The unit can compute the request. But another unit is faster, or the request was not timed
+        on this unit. The text is empty if this unit suits the request.
         """
         return ""
 
@@ -129,8 +133,8 @@ class Unit(ABC):
     def column_tiles(self, request: Request) -> tuple[Tiles, int]:
         """Return the tiles of FA-2's backward pass, and the number of column tiles in a chunk.
 
-        Group splits, and then the kernel, are chosen for these tiles. Only units with
-        ``splits_group`` have this method.
+        The number of group splits is chosen for these tiles, and then the kernel. Only units with
+        ``splits_group`` implement this method.
         """
         raise NotImplementedError
 
@@ -140,10 +144,10 @@ class Unit(ABC):
 
     @abstractmethod
     def dq_kernel(self, request: Request, tiles: Tiles, spec: Any) -> tuple[Tiles, Spec]:
-        """Return tiles and spec of the kernel that computes dQ alone, with Q outer.
+        """Return the tiles and the spec of the kernel that computes dQ alone.
 
-        The arguments are the tiles and the spec of the backward kernel, which computes only dK and
-        dV then.
+        The loop order of this kernel is Q outer. ``tiles`` and ``spec`` are the tiles and the spec
+        of the backward kernel, which in such calls computes only dK and dV.
         """
 
     def standard(self, request: Request) -> Shape:
@@ -151,26 +155,28 @@ class Unit(ABC):
         raise NotImplementedError(f"unit {self.name!r} does not support {self.lacks(request)}")
 
     def standard_backward(self, request: Request) -> tuple[Shape, Spec]:
-        """Return what the backward pass of standard attention needs, for one head dimension.
+        """Return a shape and a spec for the kernels of standard attention's backward pass.
 
-        The first result is the shape of the kernels that the forward pass has too. The second
-        result is the spec of the kernel for the products PT dO and dST Q.
+        The shape is for the kernels that the forward pass also has. The spec is for the kernel of
+        the products PT dO and dST Q. Both are for one head dimension.
         """
         raise NotImplementedError(f"unit {self.name!r} does not support {self.lacks(request)}")
 
     def row_facts(self, request: Request) -> tuple:
-        """Return the facts of the unit that the factories of row kernels need.
+        """Return the arguments (dtype, aligned) for the factories of row kernels.
 
-        These kernels compute D = rowsum(dO o O), rounding and softmax. The facts are the dtype, and
-        whether rows are aligned. The tuple is empty for unit "simt".
+        A row kernel computes row by row: D = rowsum(dO o O), a softmax, or rounding to 16 bits.
+        ``aligned`` says whether rows start at 16-byte addresses. The tuple is empty for unit
+        "simt", whose factories do not take these arguments.
         """
         return request.problem.dtype, request.aligned
 
     @property
     def products_per_us(self) -> float:
-        """Number of elements of S, times the head dimension, that a multiprocessor computes per us.
+        """Speed of one multiprocessor: (elements of S) x (head dimension) per microsecond.
 
-        The number was measured on a GPU. An element of S stands for the products Q KT and P V.
+        To compute an element of S here means its part of both products, Q KT and P V. The number
+        was measured on a GPU.
         """
         what = "products of an element of S with a head dimension a microsecond"
         return measured(what, self.name)
@@ -182,14 +188,14 @@ class Unit(ABC):
 
         The first case that applies decides:
 
-        case                                                 tiles
-        the caller chose tiles                               these tiles
-        ``plain``, and no options except causal and splits   the fastest measured tiles, if any
-        otherwise                                            the tiles of ``rule``
+        case                                     tiles
+        the caller chose tiles                   the tiles that the caller chose
+        tuned.csv has tiles for the call         the tiles in tuned.csv, the fastest measured ones
+        all other cases                          the tiles that ``rule()`` returns
 
-        ``plain`` says whether measured tiles may be used at all. For the second case the rows must
-        be aligned, and V must have the head dimension of Q. ``select`` makes a spec of tiles, and
-        raises ValueError for tiles that the kernel cannot have. ``rule`` takes no arguments.
+        The second case applies only if ``plain`` is True, rows are aligned, V has the head
+        dimension of Q, and the call has no options except a causal mask and key splits. ``select``
+        makes a spec from tiles, and raises ValueError for tiles that the kernel does not support.
         """
         if request.choices.tiles is not None:
             return Chosen(request.choices.tiles, "chosen by the caller")
@@ -207,15 +213,16 @@ class Unit(ABC):
 
 
 def _shape(chosen: Chosen[Tiles], select: Callable[[Tiles], Any]) -> Shape:
-    """Return the shape of chosen tiles. ``select`` makes the spec of the tiles."""
+    """Return the shape for tiles that were chosen. ``select`` makes a spec from tiles."""
     spec = select(chosen.value)
     return Shape(replace(chosen.value, threads=spec.threads), spec, chosen.why)
 
 
 def _by_table(rule: Callable, request: Request, heads: int = 1, *more: Any) -> Callable:
-    """Return a unit's rule for tiles, with the sizes of a request as its arguments.
+    """Return ``rule`` with the kernel and the sizes of a request bound to its first arguments.
 
-    ``heads`` is the number of query heads whose rows share a row tile.
+    ``rule`` is ``simt_tiles`` or ``mma_tiles``. ``heads`` is the number of query heads whose rows
+    share a row tile. ``more`` are further arguments of ``rule``.
     """
     p = request.problem
     sizes = (p.seqlen_q * heads, p.seqlen_k, p.largest_dim, request.shared_limit)
@@ -223,7 +230,11 @@ def _by_table(rule: Callable, request: Request, heads: int = 1, *more: Any) -> C
 
 
 def _selecting(select: Callable, request: Request, **facts: Any) -> Callable:
-    """Return ``select`` with the head dimensions of a request and the device's shared memory."""
+    """Return ``select`` with some of its arguments bound.
+
+    The arguments are the head dimensions of a request, the shared memory per thread block of the
+    device, and ``facts``.
+    """
     sizes = {"head_dim": request.problem.head_dim, "shared_limit": request.shared_limit}
     if request.problem.head_dim_v is not None:
         sizes["head_dim_v"] = request.problem.head_dim_v
@@ -489,7 +500,10 @@ class Wgmma(Unit):
         return few or (odd if p.bias[-1] % 2 else "")
 
     def _leaves(self, tiles: Tiles, request: Request) -> str:
-        """Return why the tiles of a block mask do not suit this unit, in words. Empty: they do."""
+        """Return text with the reason why the tiles of a block mask do not suit this unit.
+
+        The text is empty if the tiles suit this unit.
+        """
         forward = request.choices.passes == "fwd"
         if forward and tiles.Br <= GROUP_ROWS:
             return f"a block mask with tiles of {GROUP_ROWS} rows or fewer is faster on mma (H100)"
@@ -583,8 +597,8 @@ def heads_share_tiles(request: Request) -> bool:
 def _differs_by_head(features: Features) -> bool:
     """Return whether a call has an option with which query heads cannot share a row tile.
 
-    These are options with values of their own for each head, functions of the caller, block masks,
-    and float32 in planes.
+    These options are ALiBi slopes, a bias, dropout, functions of the caller, a block mask, and
+    float32 in planes.
     """
     own = features.alibi or features.bias or features.dropout or features.calls
     return own or features.sparse or features.precision != ""
@@ -593,14 +607,15 @@ def _differs_by_head(features: Features) -> bool:
 def suits_few_rows(request: Request) -> bool:
     """Return whether Hopper's unit is faster than "mma" for rows that do not fill a tile.
 
-    Such calls take as long as loading K and V. The first case that applies decides:
+    The time of such calls is the time to load K and V. The first case that applies decides:
 
-    case                                                     faster
-    pages                                                    yes: the copy engine loads pages faster
-    few keys, or more rows of a group than ``LOW``           if query heads share tiles
-    few row tiles per multiprocessor                         no
-    many row tiles per multiprocessor, head_dim above 64     no
-    otherwise                                                yes
+    case                                                     result
+    pages (``block_table``)                                  True: the copy engine is faster
+    few keys, or more than ``LOW`` rows of all query heads   True if query heads share row tiles
+    of a K/V head
+    few row tiles per multiprocessor                         False
+    many row tiles per multiprocessor, head_dim above 64     False
+    all other cases                                          True
     """
     p, shared = request.problem, heads_share_tiles(request)
     if p.page_size is not None:
@@ -617,8 +632,8 @@ def suits_few_rows(request: Request) -> bool:
 def heads_in_tiles(request: Request) -> int:
     """Return the number of query heads of a K/V head that share a row tile of FA-2 on unit "mma".
 
-    It is a power of two. It is 1 if a head has more than 64 rows, or if an option forbids more
-    (``_differs_by_head``).
+    The number is a power of two. It is 1 if a head has more than 64 rows, or if the call has an
+    option with which heads cannot share a tile (``_differs_by_head``).
     """
     p, by_head = request.problem, _differs_by_head(request.features)
     if request.choices.algorithm != "fa2" or p.seqlen_q > GROUP_ROWS or by_head:
@@ -627,14 +642,18 @@ def heads_in_tiles(request: Request) -> int:
 
 
 def _select(request: Request, kind: type[tiling.MmaSpec]) -> Callable[..., Any]:
-    """Return ``select_mma_spec`` for specs of class ``kind``, with the sizes of a request."""
+    """Return ``select_mma_spec`` with ``kind`` and the sizes of a request bound.
+
+    ``kind`` is the class of the spec.
+    """
     return _selecting(tiling.select_mma_spec, request, kind=kind)
 
 
 def _of_products(select: Callable[..., Any], request: Request) -> Callable[..., Any]:
-    """Return ``select`` with the facts of a request that every spec on tensor cores needs.
+    """Return ``select`` with the arguments bound that every spec on tensor cores needs.
 
-    The facts are the features, the alignment of rows, and the dtype of products.
+    The arguments are taken from a request: the features, whether rows are aligned, and the dtype of
+    products.
     """
     return functools.partial(
         select, features=request.features, aligned=request.aligned, dtype=request.matrix_dtype
@@ -642,10 +661,10 @@ def _of_products(select: Callable[..., Any], request: Request) -> Callable[..., 
 
 
 def _of_flash(select: Callable[..., Any], request: Request) -> Callable[..., Any]:
-    """Return ``select`` with the facts of a request that FA-1 and FA-2 on tensor cores need.
+    """Return ``select`` with the arguments bound that FA-1 and FA-2 on tensor cores need.
 
-    These are the facts of ``_of_products``, whether the scale is positive, and whether several
-    query heads share a K/V head.
+    The arguments are taken from a request: those of ``_of_products``, whether the scale is
+    positive, and whether several query heads share a K/V head.
     """
     p = request.problem
     positive, grouped = p.scale > 0.0, p.group > 1
@@ -666,10 +685,16 @@ class NoUnit(ValueError):
 def unit_of(request: Request) -> Chosen[Unit]:
     """Return the unit of a request, and the reason.
 
-    It is the unit that the caller named, or for "auto" the last unit in ``UNITS`` that can compute
-    the request and suits it. Raise ValueError for an unknown name, for a dtype that the unit does
-    not take, and if the unit lacks something that the request needs. Raise ``NoUnit`` if the device
-    does not have the unit.
+    If the caller named a unit, it is that unit. For "auto" it is the last unit in ``UNITS`` that
+    can compute the request and suits it.
+
+    Raise ValueError in these cases:
+
+    - No unit has the name.
+    - The unit does not take the dtype of the request.
+    - The unit does not support the request (``Unit.lacks``).
+
+    Raise ``NoUnit`` if the device does not have the unit.
     """
     name, allowed = request.choices.unit, ("auto", *UNITS)
     if name not in allowed:
