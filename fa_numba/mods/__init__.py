@@ -147,10 +147,11 @@ def captured(option: str, function: Any) -> Captured:
 
 
 def parameters_read(option: str, function: Any) -> tuple[str, ...]:
-    """Return the parameters that a caller's function uses, by their names in ``PARAMETERS``.
+    """Return the names of the parameters that a caller's function uses.
 
-    Raises the errors of ``captured`` for objects that are not functions of the option's parameters,
-    and for functions whose source cannot be read.
+    The names are those in ``PARAMETERS``, such as "b" and "i", also if the caller chose other
+    names. Raises TypeError if ``function`` is not a Python function with the parameters of the
+    option. Raises ValueError if the source of the function cannot be read.
     """
     names = PARAMETERS[option]
     source = source_of(option, function, len(names))
@@ -176,10 +177,11 @@ def holding(function: FunctionType, values: Mapping[str, Any]) -> FunctionType:
 
 
 def evaluated(option: str, function: Any, values: Mapping[str, Any]) -> FunctionType:
-    """Return the function with these captured values, for evaluation in float64 by Python.
+    """Return a copy of a caller's function that Python evaluates in float64.
 
-    Kernels compute in float32. Where a float operation of Python would raise, the function returns
-    inf or NaN like a GPU (module ``evaluating``).
+    The copy uses ``values`` for the captured variables of these names. Kernels compute in float32.
+    Where a float operation of Python would raise an error, the copy returns inf or NaN like a GPU
+    (module ``evaluating``).
     """
     source = source_of(option, function, len(PARAMETERS[option]))
     return evaluating(source, {**source.outside(function), **values})
@@ -189,10 +191,11 @@ def evaluated(option: str, function: Any, values: Mapping[str, Any]) -> Function
 def _written(
     option: str, source: Source, kinds: tuple[tuple[str, str], ...]
 ) -> tuple[Mod, tuple[str, ...], tuple[str, ...]]:
-    """Translate a function whose captured values have these kinds, ``(name, kind)`` each.
+    """Translate a function whose captured values have known kinds.
 
-    Return the ``Mod``, the names of its captured values in their order, and the names of the
-    captured integers by which the function divides integers.
+    ``kinds`` are pairs (name, kind) of the captured values. Return three results: the ``Mod``, the
+    names of its captured values in their order, and the names of the captured integers by which the
+    function divides integers.
     """
     known, fields = dict(kinds), dict[str, str]()
     value, inside, _ = written(option, source, known, fields)

@@ -30,15 +30,21 @@ def divisor(d: Any) -> Any:
 
 
 def inverse_of(field: str) -> str:
-    """Return the text that computes ``divisor`` of the integer in this field."""
+    """Return the text of an expression that calls ``divisor`` with a captured integer.
+
+    ``field`` is the text of the integer, such as ``options.score_mod_0``. The result is then
+    ``int32(divisor(int32(options.score_mod_0)))``. ``divisor`` returns the number by which kernels
+    multiply instead of dividing by the integer.
+    """
     return f"int32(divisor(int32({field})))"
 
 
 def made_of(text: str, option: str, values: list[Any]) -> int | float:
-    """Compute the number that ``text`` describes, with NumPy in float32, as a GPU would.
+    """Return the value of the expression ``text``, computed with NumPy in float32 as on a GPU.
 
-    ``text`` is an expression such as ``float32(1.0) / options.score_mod_0``. ``values`` are the
-    values of the fields before the computed field, in their order.
+    ``text`` is an expression such as ``float32(1.0) / options.score_mod_0``. ``option`` is
+    "score_mod", "mask_mod" or "score_mod_grad". ``values`` are the values of the fields
+    ``<option>_0``, ``<option>_1`` and so on, which ``text`` may use.
     """
     numbers = (np.float32(x) if isinstance(x, float) else x for x in values)
     options = SimpleNamespace(**{f"{option}_{n}": x for n, x in enumerate(numbers)})
@@ -49,5 +55,8 @@ def made_of(text: str, option: str, values: list[Any]) -> int | float:
 
 @functools.cache
 def _compiled(text: str) -> CodeType:
-    """Return the compiled text. It is cached because each call of a kernel computes its numbers."""
+    """Return the code object of an expression.
+
+    The result is cached, because the expression is evaluated again for each call of attention.
+    """
     return compile(text, "<made of captured numbers>", "eval")

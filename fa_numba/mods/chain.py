@@ -1,8 +1,8 @@
 """Sums and products of slopes, by the chain rule.
 
 A slope is the derivative of a value with respect to the score, or with respect to one element of a
-captured array. The methods take and return the names of slopes in the text. None stands for a slope
-of 0, for which no statement is written.
+captured array. The methods take slopes by their names in the text, and return the name of the
+result. None stands for a slope of 0, for which no statement is written.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ class Chained(Conversions):
     def times(self, slope: str | None, factor: str, finite: bool = False) -> str | None:
         """Write the product of a slope (derivative) and a factor, and return its name.
 
-        ``slope`` and ``factor`` are names in the text. ``finite`` says that the factor is known to
-        be finite. Shared factors count as finite.
+        ``slope`` and ``factor`` are names in the text. ``finite`` says whether the factor is known
+        to be finite. A shared factor, which is equal for all scores of a tile, counts as finite.
         """
         if slope is None:
             return None
@@ -30,10 +30,11 @@ class Chained(Conversions):
         return made
 
     def chained(self, slope: str | None, factor: str, finite: bool = False) -> str | None:
-        """Write the product of a slope and a factor, but 0 where the factor is 0. Return its name.
+        """Write the product of a slope and a factor, or 0 where the factor is 0.
 
-        A factor is 0 where a function is saturated, such as tanh far from 0. The slope of the
-        function's argument may be infinite there, and 0 times infinity would be NaN.
+        Return the name of the result. The arguments are those of ``times``. A factor is 0 where a
+        function is saturated, such as tanh far from 0. The slope of the function's argument may be
+        infinite there, and 0 times infinity would be NaN.
         """
         made = self.times(slope, factor, finite)
         if made is None or made == factor or self.steady_slope(slope):
@@ -41,7 +42,7 @@ class Chained(Conversions):
         return self.put(f"{made} if {factor} != {ZERO} else {ZERO}")
 
     def plus(self, a: str | None, b: str | None, sign: str = "+") -> str | None:
-        """Write the sum of two slopes, or their difference if ``sign`` is "-". Return its name."""
+        """Write the sum a + b of two slopes, or a - b if ``sign`` is "-". Return its name."""
         if a is None:
             return b if b is None or sign == "+" else self.put(f"-{b}")
         return a if b is None else self.put(f"{a} {sign} {b}")

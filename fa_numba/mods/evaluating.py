@@ -78,8 +78,9 @@ _KNOWN |= {"_fa_float": float, "_fa_settled": _settled}
 class _Operations(ast.NodeTransformer):
     """Replaces operators in a syntax tree by calls of functions such as ``_divide``.
 
-    Sums, differences and products are the most frequent operations, and most results are floats,
-    which need no call. They become `made if (made := a + b).__class__ is float else settled(made)`.
+    Sums, differences and products are the most frequent operations. Most of their results are
+    floats, which need no call. Therefore ``a + b`` becomes
+    ``made if (made := a + b).__class__ is float else settled(made)``.
     """
 
     def __init__(self) -> None:
@@ -106,7 +107,11 @@ class _Operations(ast.NodeTransformer):
 
 
 def evaluating(source: Source, outside: Mapping[str, Any]) -> FunctionType:
-    """Return the function of this source, with the values ``outside`` for its captured names."""
+    """Return a Python function for a caller's function, for evaluation in float64.
+
+    ``source`` is the source of the caller's function. ``outside`` maps the names of captured values
+    to the values that the result uses.
+    """
     module = ast.parse(f"def mod({', '.join(source.parameters)}): pass")
     module.body[0].body = copy.deepcopy(source.body)  # type: ignore[attr-defined]
     whole = ast.fix_missing_locations(_Operations().visit(module))

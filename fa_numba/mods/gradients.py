@@ -20,12 +20,14 @@ _UNPACKED = "sums, at = kept"
 class Gradient(NamedTuple):
     """The texts of three functions that add to the gradients of a function's float32 arrays.
 
-    The arguments of the functions are ``each(score_and_ds, b, h, i, j, origin, options, kept)``,
-    ``rest(b, h, options, kept)`` and ``flush(options, kept)``. ``score_and_ds`` is a score and the
-    gradient of the function's result. ``kept`` is a pair of arrays in registers: sums,
-    ``(shared + merged,)`` float32, and positions of elements, ``(2 * merged,)`` uint32. ``each``
-    adds what one score contributes to the gradient ``options.d<field>`` of each array. An element
-    that the function reads belongs to one of three cases:
+    The functions are ``each(score_and_ds, b, h, i, j, origin, options, kept)``,
+    ``rest(b, h, options, kept)`` and ``flush(options, kept)``. Kernels call ``each`` for every
+    score. It adds what one score contributes to the gradients ``options.d<field>`` of the arrays.
+    Kernels call ``rest`` and ``flush`` once, after the last score.
+
+    ``score_and_ds`` is a pair: a score, and the gradient of the function's result. ``kept`` is a
+    pair of arrays in registers: sums, ``(shared + merged,)`` float32, and positions of elements,
+    ``(2 * merged,)`` uint32. An element that the function reads belongs to one of three cases:
 
     ============================================  ====================  ============================
     position of the element                       ``each`` adds to      who adds to the gradient
@@ -34,7 +36,7 @@ class Gradient(NamedTuple):
     may be equal for neighbouring scores, in an   a sum                 ``each`` adds the sum at a
     array with one or two axes                                          new position, ``flush`` adds
                                                                         the last sum
-    other                                         the gradient          ``each``
+    all other positions                           the gradient          ``each``
     ============================================  ====================  ============================
     """
 
@@ -47,7 +49,11 @@ class Gradient(NamedTuple):
 
     @property
     def scattered(self) -> bool:
-        """Whether ``each`` adds to gradients in global memory (the second or third case)."""
+        """Whether the function ``each`` contains atomic adds to gradients in global memory.
+
+        If not, ``each`` adds only to sums in registers. This is so if the function reads elements
+        whose positions do not depend on the row or column of the score.
+        """
         return "add_global" in self.each
 
 

@@ -2,12 +2,14 @@
 
 In float32, exp(89) is infinite. The sigmoid 1 / (1 + exp(89)) is then 0, which is right. The usual
 rule for the slope of the sigmoid computes 0 * inf / inf, which is NaN. A value that grows therefore
-has a ``Growth``: the slope of the value as a product of a scale and a moderate slope, and the
-logarithm of the value. The rules for quotients and logarithms use the ``Growth`` of b and a:
+has a ``Growth`` with the fields ``scale``, ``slope`` and ``log``. The derivative of the value is
+the product of ``scale``, which may overflow, and ``slope``, which is moderate. ``log`` is the
+logarithm of the value. Let a and b be values that grow. These rules use the ``Growth`` of a and b:
 
-    b' / b   is  slope * (scale / b), where scale / b is 1 if b is infinite
-    log(b)   is  the logarithm of the growth, if b is infinite
-    a / b    is  exp(log(a) - log(b)), if both are infinite
+    expression   usual rule             rule for values that overflow
+    b' / b       slope * (scale / b)    slope, if b is infinite
+    log(b)       log(b)                 ``log`` of b, if b is infinite
+    a / b        a / b                  exp(log(a) - log(b)), if a and b are infinite
 
 All other values follow the usual rules.
 """
@@ -41,8 +43,8 @@ class Growing(Chained):
     def growth_of_math(self, name: str, x: str, y: str, slope: str | None) -> Growth | None:
         """Return the ``Growth`` of y = math.name(x), where ``slope`` is the derivative of x.
 
-        Return None if the function does not grow exponentially. Return None too if x has no slope
-        and does not depend on the score.
+        Return None if the function does not grow exponentially. Return None too if the slope of x
+        is 0 and x does not depend on the score.
         """
         if name not in _OF_MATH or not (slope or self.depends(x)):
             return None
@@ -53,9 +55,9 @@ class Growing(Chained):
         return Growth(scale, slope, log)
 
     def relative(self, term: Term) -> str | None:
-        """Write the logarithmic derivative b' / b of a value b that grows. Return its name.
+        """Write the quotient b' / b of the derivative of a value b and b. Return its name.
 
-        None stands for 0.
+        ``term`` is the value b, which grows. The result None stands for 0.
         """
         assert term.growth is not None
         scale, slope, _ = term.growth
@@ -74,8 +76,9 @@ class Growing(Chained):
     def logarithm(self, name: str, y: str, term: Term) -> str:
         """Write the logarithm of a value that may grow and overflow. Return its name.
 
-        ``name`` is a function of math, such as "log2", and y is the name of the logarithm as math
-        computes it. Where the value is infinite, ``term.growth.log`` is used, if known.
+        ``name`` is a function of math, such as "log2". ``term`` is the value, and y is the name of
+        its logarithm as math computes it. Where the value is infinite, ``term.growth.log`` replaces
+        y, if it is known.
         """
         if term.growth is None or not term.growth.log:
             return y
@@ -93,13 +96,14 @@ class Growing(Chained):
         return slope if factor == 1.0 else self.times(slope, f"float32({factor!r})")
 
     def fixed(self, term: Term) -> bool:
-        """Return whether a value has no slope (derivative) and does not depend on the score."""
+        """Return whether the slope of a value is 0 and the value does not depend on the score."""
         return term.slope is None and not self.depends(term.text)
 
     def growth_of_sum(self, a: Term, b: Term, sign: str) -> Growth | None:
-        """Return the ``Growth`` of a + b or a - b, where one value grows and the other is fixed.
+        """Return the ``Growth`` of a + b, or of a - b if ``sign`` is "-".
 
-        Return None in other cases.
+        One of the values must grow, and the other value must be fixed (``fixed``). Return None in
+        all other cases.
         """
         if a.growth is not None and self.fixed(b):
             return a.growth
@@ -109,9 +113,10 @@ class Growing(Chained):
         return None
 
     def growth_of_product(self, a: Term, b: Term, value: str) -> Growth | None:
-        """Return the ``Growth`` of a * b, where one value grows and the other is fixed.
+        """Return the ``Growth`` of a * b. ``value`` is the name of the product.
 
-        ``value`` is the name of the product. Return None in other cases.
+        One of the values must grow, and the other value must be fixed (``fixed``). Return None in
+        all other cases.
         """
         if b.growth is not None and self.fixed(a):
             a, b = b, a
@@ -124,10 +129,10 @@ class Growing(Chained):
         return Growth(scale, slope, log)
 
     def of_infinities(self, value: str, a: Term, b: Term) -> str:
-        """Write the quotient a / b of two values that grow, for values that may both be infinite.
+        """Write the quotient a / b of two values that grow, and return its name.
 
-        ``value`` is the name of the quotient by division, which is NaN where both are infinite.
-        Return the name of the result.
+        ``value`` is the name of the quotient that division gives. It is NaN where a and b are both
+        infinite. There, the result is computed from the logarithms of a and b.
         """
         assert a.growth is not None and b.growth is not None
         if not (a.growth.log and b.growth.log):

@@ -11,10 +11,11 @@ from .sharing import Statements
 
 
 class Growth(NamedTuple):
-    """How a float value grows (module ``growth``). All fields are texts.
+    """How a float value grows like an exponential function (module ``growth``).
 
-    The slope of the value is ``scale`` times ``slope``. Where the value is infinite, it is treated
-    as equal to ``scale``.
+    All fields are names or expressions in the text of a function. The slope (derivative) of the
+    value is ``scale`` times ``slope``. Where the value is infinite, the rules treat the value as
+    equal to ``scale``.
     """
 
     scale: str
@@ -23,7 +24,7 @@ class Growth(NamedTuple):
 
 
 class Term(NamedTuple):
-    """A value in the text of a function."""
+    """A value in the text of a function, with its type and its slope (derivative)."""
 
     kind: str  # "int", "float" or "bool"
     text: str  # the name or the literal of the value

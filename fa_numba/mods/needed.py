@@ -19,10 +19,11 @@ READ = re.compile(
 
 
 def alone(name: str, lines: list[str]) -> tuple[str, str]:
-    """Return the target and the value of the only needed assignment that reads ``name``.
+    """Return the target and the value of the only assignment that reads ``name``.
 
-    ``lines`` are the statements among which the assignment is searched. Both strings are empty if
-    several assignments read the name, or if the assignment is under an ``if``.
+    For the assignment ``t2 = t1 * score`` the result is ("t2", "t1 * score"). ``lines`` are the
+    statements of a function. Assignments that the function does not need are ignored. Both strings
+    are empty if not exactly one statement reads the name, or if this statement is under an ``if``.
     """
     parted = (line.strip().partition(" = ") for line in _needed_lines(tuple(lines)))
     found = [(own, value) for own, _, value in parted if name in READ.findall(value or own)]
@@ -58,7 +59,8 @@ def needed(head: str, lines: list[str], flat: bool = False) -> tuple[str, set[st
 def _read_later(statements: list[ast.stmt], read: set[str]) -> list[ast.stmt]:
     """Return ``statements`` without assignments to names that no later statement reads.
 
-    ``read`` contains the names that later code reads. The names that ``statements`` read are added.
+    ``read`` contains the names that code after ``statements`` reads. This function adds the names
+    that the returned statements read.
     """
     kept: list[ast.stmt] = []
     for node in reversed(statements):

@@ -19,34 +19,38 @@ class Position(NamedTuple):
 
     @property
     def starts(self) -> list[str]:
-        """Statements that set the names of the indices to 0.
+        """Statements that set the names of the position's indices to 0.
 
-        The names need a value where a condition of the function skips the element.
+        The names need a value, because a condition of the function may skip the statements that
+        assign the indices.
         """
         names = re.findall(r"\bp\d+", f"{self.matrix} {self.row} {self.column}")
         return [f"{name} = uint32(0)" for name in names]
 
     def adding(self, text: str) -> list[str]:
-        """Return statements that add ``text`` to the gradient, unless ``text`` is 0.
+        """Return statements that add the number ``text`` to the element of the gradient.
 
-        ``text`` is 0 where the function does not read the element.
+        The statements do nothing if the number is 0, as it is where the function does not read the
+        element.
         """
         where = f"{self.matrix}, {self.row}, {self.column}"
         return [f"if {text} != float32(0.0):", f"    add_global({where}, {text})"]
 
     @property
     def merges(self) -> bool:
-        """Whether scores may be summed as long as the position stays equal.
+        """Whether contributions of several scores are summed before they are added to the gradient.
 
-        This needs a position that depends on i or j, that neighbouring scores may share, and an
-        array with one or two axes.
+        The sum is added when the position changes. Three conditions must hold: the position depends
+        on i or j, neighbouring scores may have equal positions, and the array has one or two axes.
         """
         return not (self.shared or self.apart) and "[" not in self.matrix
 
     def merging(self, text: str, sums: str, n: int) -> list[str]:
-        """Return statements that add ``text`` to ``sums``, the merged sum with number ``n``.
+        """Return statements that add the number ``text`` to the sum of this position.
 
-        If the position has changed, the previous sum is added to the gradient first.
+        ``sums`` is the text of the sum, and ``n`` is the index of its position in ``at``. If the
+        position has changed, the statements first add the previous sum to the gradient at the
+        previous position, and set the sum to 0.
         """
         here = f"at[{2 * n}]", f"at[{2 * n + 1}]"
         moved = f"{self.row} != {here[0]} or {self.column} != {here[1]}"
@@ -57,7 +61,10 @@ class Position(NamedTuple):
         return [f"if {text} != float32(0.0):", *(f"    {line}" for line in inner)]
 
     def ending(self, sums: str, n: int) -> list[str]:
-        """Return statements that add ``sums``, the merged sum number ``n``, to the gradient."""
+        """Return statements that add the last sum to the gradient.
+
+        ``sums`` is the text of the sum, and ``n`` is the index of its position in ``at``.
+        """
         return self._replace(row=f"at[{2 * n}]", column=f"at[{2 * n + 1}]").adding(sums)
 
 

@@ -310,11 +310,16 @@ class Reader(Slopes):
     ) -> None:
         """Write ``result = result and text``, or ``result = result or text``.
 
-        ``conjunction`` is True for "and". ``text`` is a condition, and ``self.lines`` are the
-        statements that it needs. ``outer`` are the statements before it. ``then`` writes further
-        comparisons of a chain. If the condition reads an array, all statements are written under an
-        ``if``, so that the array is read only if ``result`` does not yet decide. If not, the
-        statements are written without ``if``.
+        argument      meaning
+        result        name of the result so far
+        conjunction   True for "and", False for "or"
+        text          the condition; ``self.lines`` are the statements that compute its operands
+        outer         the statements before ``self.lines``
+        then          function that writes the next comparisons of a chain
+
+        Normally the statements are written without ``if``. If the condition reads an array, they
+        are written under an ``if`` with ``result``. The kernel then reads the array only where
+        Python would evaluate the condition.
         """
         inner, self.lines = self.lines, outer
         self.names[result].shared = False

@@ -69,7 +69,10 @@ class Statements:
 
     @contextmanager
     def under(self, head: str) -> Iterator[None]:
-        """Write the statements of this context under the line ``head``, such as ``if t1:``."""
+        """A context manager that indents statements under the line ``head``, such as ``if t1:``.
+
+        The indented statements are those that are written inside of the context.
+        """
         outer, self.lines = self.lines, []
         yield
         # In place, because the caller may hold a reference to this list.
@@ -100,11 +103,17 @@ class Statements:
     # --- shared values -----------------------------------------------------------------------
 
     def divisor(self, text: str) -> str:
-        """Return the text of ``captures.divisor`` for a shared integer, which ``text`` names.
+        """Return the text of a number by which kernels multiply, to divide by an integer.
 
-        The function multiplies by this number instead of dividing. For a captured number or a
-        constant, the number is computed before the launch, because compilers would compute it for
-        each score.
+        The number is the result of ``captures.divisor``. ``text`` is the name or the literal of the
+        integer, which is equal for all scores of a tile. There are three cases:
+
+        integer              when the number is computed
+        a constant           when the function is translated
+        a captured integer   once per call, before the launch
+        any other integer    in the kernel, by a statement that this method writes
+
+        A compiler would compute the number again for each score in the first two cases.
         """
         if text.startswith("int32("):
             return f"uint32({divisor(int(text[6:-1]))})"
@@ -115,8 +124,10 @@ class Statements:
     def multiplied(self, a: str, b: str, opened: str = "") -> str:
         """Write the product of two values and return its name.
 
-        Let one value be shared. If the other value is ``opened``, and is itself a product with a
-        shared factor, then the two shared factors are multiplied first.
+        A shared value is equal for all scores of a tile. Let ``a`` be shared, and let ``b`` be a
+        product f * x, where f is shared. If ``opened`` is the name of ``b``, the product is written
+        as (f * a) * x, and f * a is computed only once. If a is 1 / f, the result is x. The same
+        rules hold with a and b exchanged.
         """
         for factor, rest in ((a, b), (b, a)):
             if self.is_shared(factor) and not self.is_shared(rest):

@@ -25,7 +25,10 @@ LEAST = -(2**31)  # the least 32-bit integer
 
 @dataclass(frozen=True)
 class Source:
-    """The source of a caller's function. Sources with equal ``code`` and ``shown`` are equal."""
+    """The source of a caller's function: its code object, its name for messages, its syntax tree.
+
+    Two sources compare equal if their ``code`` and ``shown`` are equal.
+    """
 
     code: CodeType
     shown: str  # name, file and line of the function, for messages

@@ -104,11 +104,12 @@ class _Writer(Reader):
         return Text(text, score_factor, inner), steady
 
     def split_factor(self, lines: list[str]) -> tuple[str, list[str]]:
-        """Remove a factor of the score from the function, for kernels to multiply by it.
+        """Remove a multiplication of the score from the function, and return its factor.
 
-        Return the text of the factor, and the remaining ``lines``. The factor is the scale. If the
-        function reads the score only once, in a product with a value that is equal for all scores
-        of a tile, the factor is the scale times that value.
+        Kernels multiply the product of Q and K by the factor before they call the function. Return
+        the text of the factor, and the remaining ``lines``. Normally the factor is the scale. If
+        the function reads the score only once, in a product with a value that is equal for all
+        scores of a tile, the factor is the scale times that value.
         """
         name, value = alone("score", lines)
         factor, of_score = self.names[name].product
@@ -117,11 +118,11 @@ class _Writer(Reader):
         return f"scale * {factor}", replaced("score", name, value, lines)
 
     def split_inner(self, lines: list[str]) -> tuple[str, list[str]]:
-        """Remove the function that is applied to the score first, such as tanh.
+        """Remove the function of math that is applied to the score first, such as tanh.
 
-        Return the text of that function (``Text.inner``), and the remaining ``lines``. The text is
-        empty unless the caller's function reads the score only once, as the argument of a function
-        in ``_INNER``.
+        Return the text of that function (``Text.inner``), and the remaining ``lines``. The function
+        is removed only if the caller's function reads the score once, as the argument of a function
+        in ``_INNER``. In all other cases the text is empty.
         """
         score, (name, value) = "score", alone("score", lines)
         if value == "score":  # ``split_factor`` has removed a factor
@@ -135,8 +136,9 @@ class _Writer(Reader):
     def multiplied_result(self, value: str) -> str:
         """Return the text of the product of ``result_factor`` and a value.
 
-        Kernels pass the ``result_factor`` 1, or log2(e) for a score in units of log2. A shared
-        factor of the value is multiplied with ``result_factor`` first.
+        Kernels pass the ``result_factor`` 1, or log2(e) for a score in units of log2. If the value
+        is a product with a factor that is equal for all scores of a tile, this factor is multiplied
+        with ``result_factor`` first.
         """
         factor, rest = self.names[value].product
         if not factor:
