@@ -56,18 +56,22 @@ def blocked_standard(problem: Problem, M: float, pass_: str = "fwd") -> float:
     """Return the accesses of standard attention whose matrix products use square blocks.
 
     Three blocks fit into M floats. A block has b = sqrt(M / 3) rows and columns. These are the
-    elements that one head accesses in the forward pass:
+    elements that one head loads and stores in the forward pass:
 
-        S        loads 2 N^2 d / b                                      stores N^2
-        softmax  loads N^2                                              stores N^2
-        O        loads N^2 max(1, d / b) of P, N^2 d / b of V           stores N d
+        step       loaded elements                           stored elements
+        S          2 N^2 d / b of Q and K                    N^2
+        softmax    N^2 of S                                  N^2 of P
+        O          N^2 max(1, d / b) of P, N^2 d / b of V    N d
 
     For M far below d^2, the sum is about proportional to N^2 d / sqrt(M), the bound of Saha and Ye.
     In the backward pass (FA-1's Algorithm 3), P is in global memory:
 
-        dP          loads 2 N^2 d / b                                   stores N^2
-        dS          loads 2 N^2 of P and dP, 2 N d and N for row sums   stores N^2, N of row sums
-        dQ, dK, dV  each: as many loads and stores as O in the forward pass
+        step       loaded elements                           stored elements
+        dP         2 N^2 d / b of dO and V                   N^2
+        row sums   2 N d of O and dO                         N
+        dS         2 N^2 of P and dP, N row sums             N^2
+
+    Each of dQ, dK and dV takes as many loads and stores as O in the forward pass.
     """
     N, d = problem.seqlen_q, problem.head_dim
     b, heads = math.sqrt(M / 3), problem.batch * problem.heads_q

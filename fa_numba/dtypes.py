@@ -9,15 +9,22 @@ CHUNK_BYTES = 16  # bytes of the widest memory access of a thread
 
 @dataclass(frozen=True)
 class DType:
-    """A type of array elements. Kernels compute sums in float32 for all types."""
+    """A type of array elements. Kernels compute sums in float32 for all types.
+
+    field    meaning
+    name     name of the dtype, such as "float16"
+    bytes    size of an element in bytes
+    host     NumPy dtype of the array in kernels: "uint16" for 16-bit floats, because Numba cannot
+             compute with 16-bit floats
+    nan      value of the dtype ``host`` that represents NaN; 0 if no value does
+    matrix   PTX name of the dtype in tensor-core instructions, or None
+    """
 
     name: str
-    bytes: int  # size of an element
-    # NumPy dtype in which kernels see the array: "uint16" for 16-bit floats, which Numba cannot
-    # compute with.
+    bytes: int
     host: str
-    nan: float | int  # the value of ``host`` that stands for NaN; 0 if there is none
-    matrix: str | None = None  # PTX name of the type in tensor-core instructions, or None
+    nan: float | int
+    matrix: str | None = None
 
     @property
     def chunk(self) -> int:
@@ -49,12 +56,14 @@ class Precision:
 
     Each element is split into a sum of ``planes`` numbers of ``dtype``. The first number is the
     element rounded to ``dtype``. Each further number is the remaining difference, rounded to
-    ``dtype``. The product of plane i and plane j is computed if i + j < ``planes``.
+    ``dtype``. The product of plane i and plane j is computed if i + j < ``planes``. If ``planes``
+    is 1, elements are not split. If ``scaled`` is True, the elements are first multiplied by a
+    power of two, so that they fit into the range of ``dtype``.
     """
 
-    planes: int  # 1 means that matrices are not split
+    planes: int
     dtype: str
-    scaled: bool = False  # elements are first multiplied by a power of two to fit the range
+    scaled: bool = False
 
 
 PRECISIONS = {

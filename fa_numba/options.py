@@ -345,7 +345,7 @@ def check_names(names: Iterable[str]) -> None:
 
 
 def _hint(name: str) -> str:
-    """Return what the message of ``check_names`` adds about a name."""
+    """Return the end of the message of ``check_names``: advice about a name that is no option."""
     owners: dict[str, list[str]] = {}
     for function in _functions:
         own = function.__kwdefaults__ or {}
@@ -464,7 +464,10 @@ def _block_table(call: Bound) -> Any:
 
 
 def _starts(name: str) -> KernelField:
-    """Return the field of the rows where packed sequences start, and where the last one ends."""
+    """Return the field for the first row of each packed sequence, and for the total number of rows.
+
+    ``name`` is the field of the problem with the lengths of the sequences.
+    """
     return KernelField(
         array_type(1, _int32),
         lambda call: np.cumsum((0, *getattr(call.problem, name)), dtype=np.int32),
@@ -514,7 +517,11 @@ def _softcap(call: Bound) -> float:
 
 
 def _of_blocks(name: str, ty: Any, made: Callable[[Bound], np.ndarray]) -> KernelField:
-    """Return a field that comes from a ``BlockMask``, or that is made from an array of blocks."""
+    """Return the field for an array that kernels read of a block mask.
+
+    The array ``name`` comes from the ``BlockMask``. If the block mask is an array of bool, ``made``
+    computes the array from the call. ``ty`` is the Numba type of an element.
+    """
 
     def value(call: Bound) -> Any:
         return call.given[name] if name in call.given else made(call)
@@ -526,12 +533,15 @@ def _of_blocks(name: str, ty: Any, made: Callable[[Bound], np.ndarray]) -> Kerne
 
 
 def _next_blocks(axis: int) -> Callable[[Bound], np.ndarray]:
-    """Return a function that lists the next visited blocks along an axis (``next_visited``)."""
+    """Return a function that finds the next visited block along an axis, for each block of a call.
+
+    The function calls ``next_visited`` with the block mask.
+    """
     return lambda call: next_visited(np.asarray(call.block_mask, bool), axis)
 
 
 def _states(call: Bound) -> np.ndarray:
-    """Return a number for each block; 0 is a block that is not visited."""
+    """Return the state of each block as uint8: 1 if the block is visited, and 0 if it is not."""
     return np.array(call.block_mask, np.uint8, order="C")
 
 
@@ -701,7 +711,13 @@ class Features:
         cls, problem: Problem, *, splits: bool, dbias: bool, dcaptured: Mod | None, dlse: bool,
         scaled_dout: bool,
     ) -> Features:  # fmt: skip
-        """Return the features of ``problem`` and of a call with these flags."""
+        """Return the features of a call: the flags of the problem's options, and the given flags.
+
+        ``splits`` says that FA-2's forward pass has key splits. ``dbias`` and ``dlse`` say that the
+        backward pass computes the gradient of the bias, and that the loss has a gradient of L.
+        ``dcaptured`` is the ``score_mod`` whose arrays get gradients, or None. ``scaled_dout`` says
+        that the planes of dO are scaled by powers of two.
+        """
         on: dict[str, Any] = {name: feature.on(problem) for name, feature in FEATURES.items()}
         of_problem = cls(**on)
         return replace(
@@ -721,7 +737,7 @@ class Features:
 
     @property
     def right(self) -> bool:
-        """Whether each row has its own last column, by a causal mask or a window."""
+        """Whether rows see different last columns, because of a causal mask or a window."""
         return self.causal or self.window
 
     @property
@@ -731,7 +747,7 @@ class Features:
 
     @property
     def changes_scores(self) -> bool:
-        """Whether an option makes visible scores a function other than scale Q K^T."""
+        """Whether an option changes the visible scores, which are scale Q K^T without options."""
         return any(getattr(self, name) for name, f in FEATURES.items() if f.changes_scores)
 
     @property
@@ -741,42 +757,54 @@ class Features:
 
     @property
     def slopes(self) -> bool:
-        """Whether an option makes the derivative of the scores other than ``scale``."""
+        """Whether an option changes the derivative of the scores, which is ``scale`` without it.
+
+        The derivative is with respect to Q K^T.
+        """
         return self.softcap or self.slope_of is not None
 
     @property
     def slope_of(self) -> Mod | None:
-        """The function whose derivative multiplies dS, if that derivative is not 1."""
+        """The function by whose derivative kernels multiply dS; None if the derivative is 1."""
         return slope_of(self.score_mod, self.score_mod_grad)
 
     @property
     def without_sums(self) -> Features:
-        """Features of the kernel that computes only dQ, without gradients of options."""
+        """The features for the kernel that computes only dQ, and no gradients of options."""
         return replace(self, dbias=False, dcaptured=None)
 
     @property
     def keeps_scores(self) -> bool:
-        """Whether gradients of the arrays in ``score_mod`` depend on the score before it."""
+        """Whether gradients of arrays that ``score_mod`` captures depend on the argument ``score``.
+
+        The backward kernel must then keep the scores to which ``score_mod`` was applied.
+        """
         return bool(self.dcaptured and self.dcaptured.gradient and self.dcaptured.gradient.of_score)
 
     @property
     def scores_stay(self) -> bool:
-        """Whether Hopper's backward kernels keep scale Q K^T until they compute dS.
+        """Whether Hopper's backward kernels keep the scores scale Q K^T until they compute dS.
 
-        They keep it if there is a ``score_mod``, and also one of these: ``slopes``, ALiBi slopes, a
-        bias, or gradients of the arrays that the function uses. dS is then computed element by
-        element, which spills the fewest registers.
+        The kernels keep the scores if there is a ``score_mod``, and at least one of these is true:
+
+        - ``slopes`` is True.
+        - There are ALiBi slopes.
+        - There is a bias.
+        - The gradients of arrays that ``score_mod`` captures are computed.
+
+        dS is then computed element by element, which spills the fewest registers.
         """
         beside = self.slopes or self.alibi or self.bias or self.dcaptured is not None
         return self.score_mod is not None and beside
 
     @property
     def kept_scores_text(self) -> Text:
-        """Text of the function that is computed from the kept scores, or an empty text.
+        """The text of ``score_mod`` as Hopper's backward kernels compute it from kept scores.
 
-        It is the text of ``score_mod`` if only the function and its derivative are computed from
-        the kept scores. Otherwise the text is empty, and the kept scores are multiplied by the
-        scale.
+        The kept scores are the scores of ``scores_stay``. The text computes ``score_mod`` and its
+        derivative. It is empty if there is no ``score_mod``, or if the kernel needs more from the
+        kept scores: a softcap, a ``score_mod_grad``, or ``keeps_scores``. With an empty text, the
+        kept scores are multiplied by the scale.
         """
         mod, others = self.score_mod, self.softcap or self.keeps_scores
         return Text() if mod is None or self.score_mod_grad or others else mod.both
@@ -791,7 +819,11 @@ class Features:
 
     @property
     def initialises(self) -> bool:
-        """Whether FA-1's first pass may skip a row tile, and so cannot initialise its results."""
+        """Whether FA-1 needs separate stores that initialise the results of row tiles.
+
+        This is the case if the first pass of FA-1 may skip a row tile. Otherwise, the first pass
+        initialises the results of every row tile.
+        """
         return self.window or self.q_lens or self.sparse
 
     @property

@@ -39,34 +39,54 @@ _STEP = 1e-5  # step of difference quotients in float64
 class Head:
     """One query head of one batch entry: its valid lengths, and the indices of its matrices.
 
-    For example, `array[head.q]` is the head's matrix (Nq, d) in an array of the call.
+    field    meaning
+    entry    number of the batch entry, or of the packed sequence
+    number   number of the query head
+    Nq, Nk   number of valid rows, and number of valid columns
+    q        index of the head in Q, O, dO and dQ. For example, `Q[head.q]` is a matrix (Nq, d)
+    k        index of the head's matrix (Nk, d) in K, V, dK and dV
+    lse      index of the head's vector (Nq,) in L
     """
 
-    entry: int  # number of the batch entry, or of the packed sequence
-    number: int  # number of the query head
-    Nq: int  # number of valid rows
-    Nk: int  # number of valid columns
-    q: tuple  # index of the head in Q, O, dO and dQ: (Nq, d)
-    k: tuple  # index of the head in K, V, dK and dV: (Nk, d)
-    lse: tuple  # index of the head in L: (Nq,)
+    entry: int
+    number: int
+    Nq: int
+    Nk: int
+    q: tuple
+    k: tuple
+    lse: tuple
 
 
 @dataclass(frozen=True)
 class Call:
-    """A checked call: its problem, and the options that are arrays or random."""
+    """A checked call: its problem, its options that are arrays, and the seed of dropout.
+
+    field          meaning
+    problem        sizes and options of the call
+    dtype          dtype of the arrays and of the results
+    bias           array that is added to S, broadcast to (B, Hq, Nq, Nk)
+    slopes         ALiBi slopes, (B, Hq)
+    sinks          one sink per query head, (Hq,)
+    block_mask     block mask, broadcast to (B, Hq, Tr, Tc)
+    Br, Bc         rows and columns of a block of the block mask
+    seed, offset   seed of dropout, and its second part
+    mods           maps an option, such as "score_mod", to the caller's function
+    captured       maps names in score_mod to the float32 arrays that score_mod captures, in float64
+
+    An array is None if the call does not have the option.
+    """
 
     problem: Problem
-    dtype: np.dtype  # dtype of the arrays and results
-    bias: Array | None  # (B, Hq, Nq, Nk), as a view
-    slopes: Array | None  # (B, Hq)
-    sinks: Array | None  # (Hq,)
-    block_mask: Array | None  # (B, Hq, Tr, Tc), as a view
-    Br: int  # rows of a block of the block mask
-    Bc: int  # columns of a block of the block mask
-    seed: int  # of dropout
-    offset: int  # of dropout
-    mods: dict[str, FunctionType] = field(default_factory=dict)  # the caller's functions, by option
-    # The float32 arrays that score_mod captures, as float64 arrays, by their names in score_mod.
+    dtype: np.dtype
+    bias: Array | None
+    slopes: Array | None
+    sinks: Array | None
+    block_mask: Array | None
+    Br: int
+    Bc: int
+    seed: int
+    offset: int
+    mods: dict[str, FunctionType] = field(default_factory=dict)
     captured: dict[str, Array] = field(default_factory=dict)
 
     def heads(self) -> Iterator[Head]:
@@ -316,11 +336,12 @@ def _arrays(option: str, function: Any) -> Iterator[tuple[str, Array]]:
 
 
 class _Read:
-    """A captured array that notes which elements a function reads, and can change an element.
+    """An array that records which elements a caller's function reads, and can change elements.
 
-    ``read`` collects the elements, as keys (name, index). ``step`` maps an element to a number that
-    is added to its value. ``outer`` are the indices of the first axes, if the array is a part of
-    another array.
+    The array is the captured array ``name``. ``read`` is a dictionary to which each read element is
+    added as the key (name, index). ``step`` maps such a key to a number that is added to the value
+    of the element. ``outer`` contains the indices of the first axes. It is empty, unless the object
+    is a part of the captured array, such as one row.
     """
 
     def __init__(self, name: str, array: Array, read: dict, step: dict, outer: tuple = ()) -> None:

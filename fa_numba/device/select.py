@@ -104,7 +104,7 @@ def planning_for(
 
 @functools.cache
 def limits_of(ordinal: int) -> Limits:
-    """Return the limits of GPU ``ordinal``. The driver is asked once for each GPU."""
+    """Return the limits of GPU ``ordinal``. The driver is queried once for each GPU."""
     gpu = cuda.gpus[ordinal]
     major, minor = gpu.compute_capability
     shared_bytes = int(gpu.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)

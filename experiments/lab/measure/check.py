@@ -53,7 +53,7 @@ def to_host(array: Any) -> np.ndarray:
 
 
 def rounds(problem: Problem) -> dict[str, Any]:
-    """Return the arguments with which `reference.unfused` rounds as in a problem's dtype.
+    """Return arguments for `reference.unfused`, so that it rounds matrices to a problem's dtype.
 
     Matrices are rounded to the dtype. Sums are float32 in every dtype.
 

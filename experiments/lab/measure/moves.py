@@ -240,8 +240,8 @@ class Trace:
 
         A tile of Q, K or V is in shared memory from its load until another tile takes its slot, or
         the thread block ends. A tile of O, l, m or L is in registers from its load until its store.
-        If it was not loaded, the interval begins when its tile of Q is loaded and the row tile
-        before it is stored.
+        If such a tile was not loaded, the interval begins when the tile of Q with the same rows has
+        been loaded, and the results of the row tile before have been stored.
         """
         return [held for moves in self.blocks.values() for held in self._held_by(moves)]
 
