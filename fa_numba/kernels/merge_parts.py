@@ -54,9 +54,9 @@ def make_merge(head_dim, x_dtype, y_dtype, out_dtype, aligned, features=PLAIN):
     """Return the kernel that computes O and L. The grid is (``blocks``, H, B).
 
     The kernel's arguments are X and LX (O_x and L_x), Y and LY (O_y and L_y), and the results O and
-    L. ``x_dtype``, ``y_dtype`` and ``out_dtype`` are the dtypes of X, Y and O. ``head_dim`` is
-    their number of columns, and ``aligned`` says whether rows start at 16-byte addresses. With
-    ``q_lens`` among the ``features``, Y is ignored in rows past the valid length of a batch entry.
+    L. ``x_dtype``, ``y_dtype`` and ``out_dtype`` are the dtypes of X, Y and O. ``head_dim`` is the
+    number of columns of X, Y and O. ``aligned`` says whether rows start at 16-byte addresses. If
+    ``features`` include ``q_lens``, Y is ignored in rows past the valid length of a batch entry.
     """
     width = width_of(head_dim, aligned)
     pieces, add = head_dim // width, _add_weighted(x_dtype, y_dtype, out_dtype, width)
@@ -117,11 +117,13 @@ def make_add(head_dim, x_dtype, y_dtype, aligned):
 
 @cache
 def make_merge_backward(head_dim, dtype, dlse, aligned):
-    """Return the kernel that computes the gradients of one part. The grid is (``row_blocks``, H,
-    B).
+    """Return the kernel that computes the gradients of a loss with respect to the results of one
+    part.
 
-    The kernel writes dY = dO_y and dLY = dL_y of the part Y. ``dlse`` says whether the loss has a
-    gradient of L.
+    The grid is (``row_blocks``, H, B). The part is called Y. Its output is the array Y (O_y in the
+    formulas of this module), and its logsumexp is the array LY (L_y). The kernel writes two arrays:
+    dY, the gradient with respect to O_y, and dLY, the gradient with respect to L_y. ``dlse`` says
+    whether the loss has a gradient with respect to the merged L.
     """
     width, T = width_of(head_dim, aligned), row_threads(head_dim, aligned)
     ROWS, weight = THREADS // T, _weight_gradient(dtype, width)
@@ -228,10 +230,11 @@ def _add_weighted(x_dtype, y_dtype, out_dtype, width):
 
 
 def _weight_gradient(dtype, width):
-    """Make ``weight(dY, dO, O, Y, row, col, P)``, which writes dY = P dO in ``width`` neighbouring
-    elements.
+    """Make ``weight(dY, dO, O, Y, row, col, P)``, which writes dY = P dO for ``width`` neighbouring
+    elements of a row.
 
-    The result is the sum of dO o (Y - O) over these elements.
+    The elements begin at column ``col``. The function returns a float: the sum of dO o (Y - O) over
+    these elements.
     """
     if width == 1:
         read, write = _read_one(dtype), _write_one(dtype)

@@ -1,8 +1,13 @@
-"""The bias of a tile of scores, added from global memory or read early into registers.
+"""The bias of a tile of scores: a thread reads it early into registers, or adds it from global
+memory.
 
-``rBS`` is an array of registers with two uses. It holds this thread's part of the bias
-(``spec.reads_bias``), or in ``rBS[0]`` the state of the tile's block in a block mask
-(``spec.reads_state``). Both are read while the matrix product of the tile is still running.
+``rBS`` is an array of registers for values that are read while the matrix product of the tile is
+still running. It has two uses:
+
+| spec | contents of rBS |
+|---|---|
+| ``spec.reads_bias`` | this thread's part of the bias, one register per element of S |
+| ``spec.reads_state`` | ``rBS[0]``: the state of the tile's block in the block mask |
 """
 
 from fa_numba.device import float32, uint32
@@ -13,13 +18,14 @@ from fa_numba.parts.namespace import part
 
 @part
 def make_read_bias_or_state(spec):
-    """Make ``read_bias_or_state(rBS, tile)``, which reads ahead for ``scale_bias_and_mask``.
+    """Make ``read_bias_or_state(rBS, tile)``, which reads the bias or the state of the tile's block
+    into the registers rBS, for ``scale_bias_and_mask``.
 
-    With ``spec.reads_bias``, rBS gets this thread's part of the bias, one register per element of
-    S. The bias is read only if all elements of the part are inside of the matrix, and the rows of
-    the bias can be read in pairs. Otherwise ``add_bias`` reads the bias later. With
-    ``spec.reads_state``, ``rBS[0]`` gets the state of the tile's block, unless the loader of the
-    tile passes the state in shared memory.
+    - With ``spec.reads_bias``, rBS gets this thread's part of the bias, one register per element of
+      S. If the part cannot be read in pairs of elements (``_make_whole``), it is not read here.
+      ``add_bias`` then reads it later.
+    - With ``spec.reads_state``, ``rBS[0]`` gets the state of the tile's block in the block mask. If
+      the loader of the tile passes the state in shared memory, it is not read here.
     """
     TM, TN, (EI, EJ) = spec.TM, spec.TN, spec.element_steps
     row_of, column_of, warp_tile = make_row(spec), make_column(spec), make_warp_tile(spec)
@@ -63,8 +69,9 @@ def make_block_state(spec):
 def make_add_bias(spec, unit, ahead):
     """Make ``add_bias(rS, rBS, tile)``, which adds ``unit`` times the bias to the scores in rS.
 
-    ``unit`` is 1, or log2(e) if the scores are in units of log2. With ``ahead``, the bias is taken
-    from rBS if ``read_bias_or_state`` has read it. Otherwise it is read from global memory.
+    ``unit`` is log2(e) if the scores are in units of log2, otherwise 1. Normally the bias is read
+    from global memory. If ``ahead`` is true and ``read_bias_or_state`` has read the bias, it comes
+    from rBS.
     """
     TM, TN, (EI, EJ) = spec.TM, spec.TN, spec.element_steps
     row_of, column_of = make_row(spec), make_column(spec)

@@ -15,9 +15,7 @@ from fa_numba.device import device_function, int32, uint32, uint64
 
 @device_function
 def _size(d):
-    """Return the absolute value of d, or 1 if d is 0. With size 1, ``_parts`` returns 0 and 0 for d
-    = 0.
-    """
+    """Return the absolute value of d. If d is 0, return 1: ``_parts`` then returns 0 and 0."""
     return uint32(max(int32(1), int32(abs(d))))
 
 

@@ -25,10 +25,11 @@ _philox = device_function(masks.make_philox(uint32, uint64))
 
 @device_function
 def draw(row, col, head):
-    """Return the four random 32-bit words of the draw that contains element (row, col).
+    """Return the four random 32-bit words for the eight elements of P that include element (row,
+    col).
 
-    The draw belongs to this element and seven others. It depends on the positions, the batch entry,
-    the query head, the seed and the offset.
+    The words depend on the positions of the elements, the batch entry, the query head, the seed and
+    the offset.
     """
     across = uint32(uint32(col // uint32(APART * DRAW_COLUMNS)) * uint32(APART))
     down = uint32(uint32(row // uint32(APART * DRAW_ROWS)) * uint32(APART))
@@ -49,8 +50,8 @@ def _lower(word):
 def _keeps(words, row, col, threshold):
     """Return whether dropout keeps element (row, col).
 
-    ``words`` is the draw that contains the element. The element's 16 random bits are compared with
-    ``threshold``.
+    ``words`` are the four random words that ``draw`` returns for the element. They contain 16
+    random bits of the element, which are compared with ``threshold``.
     """
     second = uint32(row // uint32(APART)) % uint32(DRAW_ROWS) != uint32(0)
     n = uint32(col // uint32(APART)) % uint32(DRAW_COLUMNS)
@@ -69,11 +70,13 @@ def keeps(row, col, head):
 
 @part
 def _make_dropped(rows, columns, column_step):
-    """Make ``dropped(words, row, col, threshold)``, which returns one bit per element of a draw.
+    """Make ``dropped(words, row, col, threshold)``, which returns one bit for each element of a
+    draw that the thread holds: 1 if the element is dropped.
 
-    A thread holds ``rows`` x ``columns`` elements of the draw ``words``. The bits are in row order,
-    and a bit is 1 if its element is dropped. The first element is at (row, col). Neighbouring rows
-    of the draw are APART rows apart, and neighbouring columns ``column_step`` columns.
+    ``words`` are the four random words of the draw. The thread holds ``rows`` x ``columns``
+    elements of the draw, and the first of them is at (row, col). Neighbouring rows of these
+    elements are APART rows apart, and neighbouring columns are ``column_step`` columns apart. The
+    bits are in row order.
     """
     # The thread's position decides these bits of a row and a column, and the loop the other bits.
     ROW = APART * DRAW_ROWS - 1 - APART * (rows - 1)
@@ -116,12 +119,13 @@ def make_drop(spec):
 
 @part
 def _make_drop_from(spec, first):
-    """Make ``drop_from(rP, tile)``, which marks the elements of a thread's draws from number
+    """Make ``drop_from(rP, tile)``, which marks dropped elements, from the thread's draw number
     ``first`` on.
 
-    The function handles one draw, or up to eight draws, and calls the next function of this kind
-    for the rest. It first collects the bits of all its draws in one integer. The loop over draws
-    can then stay a loop, whereas a loop over registers has to be unrolled.
+    One function handles one draw, or up to eight draws. It then calls a further function, made by
+    this factory too, for the remaining draws. The function first collects the bits of all its draws
+    in one integer. This loop over draws need not be unrolled, whereas a loop over registers must
+    be.
     """
     (EI, EJ), RW, CW = spec.element_steps, spec.row_width, spec.column_width
     row_of, column_of, warp_column = make_row(spec), make_column(spec), make_warp_column(spec)
@@ -160,21 +164,24 @@ def _nothing(rP, tile):
 
 @cache
 def make_kept(spec):
-    """Make ``kept(p, options)``, which returns the weight of an element of P that ``drop`` has
-    marked.
+    """Make ``kept(p, options)``, which returns the weight that the product with V needs, for an
+    element p of P that ``drop`` has marked.
 
-    The weight is 0 for a dropped element, and p / (1 - dropout_p) for a kept one. Without dropout
-    it is p.
+    | case | weight |
+    |---|---|
+    | without dropout | p |
+    | p is negative: dropped | 0 |
+    | otherwise | p / (1 - dropout_p) |
     """
     return kept_if(spec.features.dropout)
 
 
 @part
 def make_scale_kept(spec):
-    """Make ``scale_kept(rO, options)``, which multiplies O by 1 / (1 - dropout_p).
+    """Make ``scale_kept(rO, options)``, which multiplies O by 1 / (1 - dropout_p). Without dropout
+    it does nothing.
 
-    Use it if the sum O contains the kept elements of P without this factor. Without dropout it does
-    nothing.
+    A kernel calls it if O is the sum of the kept elements of P times V, without this factor.
     """
     RO, dropout = spec.TM * spec.DN * 4, spec.features.dropout
 

@@ -15,16 +15,17 @@ from fa_numba.parts.namespace import part
 
 @part
 def make_of_scores(spec):
-    """Make ``of_scores(rdP, rP, rD, rG, tile)``, which computes dS = P o (dP - D) in place of dP.
+    """Make ``of_scores(rdP, rP, rD, rG, tile)``, which computes dS from dP in the registers rdP.
 
-    - ``rP`` holds P, with dropped elements negative (``drop``).
+    - ``rdP`` holds dP before the call, and dS after the call. If dP is a product of scaled planes,
+      the function first undoes the scaling.
+    - ``rP`` holds P. Elements that ``drop`` has marked as dropped are negative.
     - ``rD: (TM,)`` holds D of each row.
-    - ``rG`` holds the derivatives of the cap and of ``score_mod``, as ``slopes`` leaves them.
+    - ``rG`` holds the derivatives of the cap and of ``score_mod``, which ``slopes`` has stored.
 
-    dS before these derivatives is also added to ``dbias`` and to the gradients of the arrays that
-    ``score_mod`` captures, if the call wants them. Then dS is multiplied by the derivatives. If dP
-    is a product of scaled planes, it is first multiplied by the powers of two that undo the
-    scaling.
+    First dS = P o (dP - D) is computed. If the call wants these gradients, dS is added to ``dbias``
+    and to the gradients of the arrays that ``score_mod`` captures. At the end, dS is multiplied by
+    the derivatives in rG.
     """
     TM, TN, (EI, EJ), features = spec.TM, spec.TN, spec.element_steps, spec.features
     row_of, column_of = make_row(spec), make_column(spec)
@@ -66,12 +67,12 @@ def make_of_scores(spec):
 
 @part
 def make_less_dlse(spec):
-    """Make ``less_dlse(D, l, head, row)``, which returns D - dL, with the gradient dL of the
-    logsumexp.
+    """Make ``less_dlse(D, l, head, row)``, which returns D - dL, where dL is the gradient of the
+    row's logsumexp.
 
-    ``l`` is the logsumexp of the row. The gradient of the scores is dS = P o (dP - D + dL), so that
-    D - dL replaces D. The result is D if the call has no dL, and in rows with l = -inf. Such a row
-    sees no column and has no sink.
+    ``l`` is the logsumexp of the row. The gradient of the scores is dS = P o (dP - D + dL). With D
+    - dL in the place of D, the kernel computes it as P o (dP - D). If the call has no dL, the
+    result is D. If l is -inf, the row sees no column and has no sink, and the result is D, too.
     """
     dlse, query_rows = spec.features.dlse, make_query_rows(spec)
 
@@ -88,9 +89,10 @@ def make_less_dlse(spec):
 
 @part
 def make_row_less_dlse(spec):
-    """Make ``row_less_dlse(D, head, row)``, which returns D - dL of a row.
+    """Make ``row_less_dlse(D, head, row)``, which returns D - dL, where dL is the gradient of the
+    row's logsumexp.
 
-    It works as ``less_dlse``, but reads the row's logsumexp from ``options.L``.
+    The function reads the row's logsumexp from ``options.L``, and then calls ``less_dlse``.
     """
     dlse, query_rows, less_dlse = spec.features.dlse, make_query_rows(spec), make_less_dlse(spec)
 

@@ -1,8 +1,9 @@
-"""Which batch entry, heads and rows a thread block computes, by its number in the grid.
+"""The batch entry, heads and rows that a thread block computes, from its number in the grid.
 
 The module also finds the rows of one sequence and head in an array. ``spec`` can be any record with
-the field ``features``. The functions ``head`` and ``heads_of_group`` also need ``grouped``: whether
-several query heads share a K/V head. A few functions need ``tile_heads`` or ``head_rows``.
+the field ``features``. The functions ``head`` and ``heads_of_group`` also need the field
+``grouped``: whether several query heads share a K/V head. A few functions need the fields
+``tile_heads`` or ``head_rows``.
 """
 
 from fa_numba.device import cuda, device_function, uint32
@@ -12,11 +13,12 @@ from fa_numba.parts.records import Head
 
 @part
 def make_row_tile(spec):
-    """Make ``row_tile(options)``, which returns this block's row tile in FA-2's forward pass.
+    """Make ``row_tile(options)``, which returns the row tile and the key split of this block in
+    FA-2's forward pass.
 
-    The result is the number of the tile's first row, and the number of the key split that the block
-    computes (0 without key splits). With a causal mask, the last row tiles have the most columns.
-    The grid starts with them, so that the last blocks to run are short.
+    The result is the first row of the row tile, and the number of the key split (0 without key
+    splits). The first blocks of the grid have the last row tiles. With a causal mask, these row
+    tiles have the most columns, so that the last blocks to run are short.
     """
     ROWS, splits = spec.head_rows, spec.features.splits
 
@@ -32,13 +34,13 @@ def make_row_tile(spec):
 
 @part
 def make_rows_of_split(spec):
-    """Make ``rows_of_split(X, split, head)``, which returns the rows that one key split has
-    written.
+    """Make ``rows_of_split(X, split, head)``, which returns the part of X for one key split, one
+    sequence and one head.
 
-    ``X`` is A, l or m in the workspace: the unnormalised O, the softmax sums, or the maxima of all
-    splits. The result is the part of X for one split, one sequence and one head. If several query
-    heads share a tile, ``head.h`` counts groups of heads, and the rows of the heads in a group
-    alternate.
+    ``X`` is an array of all splits in the workspace: A (the unnormalised O), l (the softmax sums)
+    or m (the maxima). If several query heads share a tile, ``head.h`` is the number of a group of
+    heads. The result then contains the rows of all heads in the group, one row of each head in
+    turn.
     """
     packed, heads = spec.features.packed, spec.tile_heads
 
@@ -53,9 +55,10 @@ def make_rows_of_split(spec):
 
 @part
 def make_query_rows(spec):
-    """Make ``query_rows(A, head)``, which returns the rows of one head and one sequence in ``A``.
+    """Make ``query_rows(A, head)``, which returns the rows of one head and one sequence in the
+    array ``A``.
 
-    ``A`` has one row per query: Q, O, dO, L, D or a gradient.
+    ``A`` is any array with one row per query: Q, O, dO, L, D or a gradient.
     """
     packed = spec.features.packed
 
@@ -70,11 +73,12 @@ def make_query_rows(spec):
 
 @part
 def make_key_rows(spec):
-    """Make ``key_rows(A, head)``, which returns the rows of the head's K/V head in ``A``: K, V, dK
-    or dV.
+    """Make ``key_rows(A, head)``, which returns the rows of one K/V head and one sequence in the
+    array ``A``.
 
-    If K and V are stored in pages, the result is a tuple instead: the array of all pages, the K/V
-    head, and the sequence's row of the block table.
+    ``A`` is K, V, dK or dV, and the K/V head is ``head.hk``. If K and V are stored in pages, the
+    result is a tuple instead: the array of all pages, the number of the K/V head, and the row of
+    the block table for the sequence.
     """
     packed, paged = spec.features.packed, spec.features.page_size > 0
 
@@ -92,9 +96,11 @@ def make_key_rows(spec):
 
 @part
 def make_query_end(spec):
-    """Make ``query_end(head)``, which returns one past the last valid row of a sequence of queries.
+    """Make ``query_end(head)``, which returns one past the last valid row of a sequence in an array
+    of queries.
 
-    For packed sequences the number counts rows of the array. Otherwise it is ``head.Nq``.
+    Normally the result is ``head.Nq``. For packed sequences, it counts the rows of all sequences in
+    the array.
     """
     packed = spec.features.packed
 
@@ -108,9 +114,11 @@ def make_query_end(spec):
 
 @part
 def make_key_end(spec):
-    """Make ``key_end(head)``, which returns one past the last valid row of a sequence of keys.
+    """Make ``key_end(head)``, which returns one past the last valid row of a sequence in an array
+    of keys.
 
-    For packed sequences the number counts rows of the array. Otherwise it is ``head.Nk``.
+    Normally the result is ``head.Nk``. For packed sequences, it counts the rows of all sequences in
+    the array.
     """
     packed = spec.features.packed and not spec.features.page_size
 
@@ -127,9 +135,9 @@ def make_lengths(spec):
     """Make ``lengths(rows, columns, b, options)``, which returns the valid lengths Nq and Nk of
     batch entry b.
 
-    ``rows`` and ``columns`` are the numbers of rows of the arrays Q and K. They are the result
-    unless the call passes lengths (``q_lens``, ``kv_lens``) or packed sequences, which replace
-    them. Calls with pages always pass ``kv_lens``, because the rows of K are then rows of a page.
+    ``rows`` and ``columns`` are the numbers of rows of the arrays Q and K. Normally these numbers
+    are the result. Lengths in the call (``q_lens``, ``kv_lens``) or packed sequences replace them.
+    A call with pages always has ``kv_lens``, because K then has only the rows of one page.
     """
     features = spec.features
     packed, q_lens, kv_lens = features.packed, features.q_lens, features.kv_lens
@@ -153,13 +161,12 @@ def make_lengths(spec):
 
 @part
 def make_head(spec):
-    """Make ``head(Q, K, group, options)``, which returns the ``Head`` that this thread block
-    computes.
+    """Make ``head(Q, K, group, options)``, which returns the ``Head`` record of this thread block.
 
     The grid is (any, query heads, batch entries). ``group`` is the number of query heads per K/V
-    head, and the K/V head is h // group. If ``spec.grouped`` is false, the K/V head is h, and the
-    kernel saves the registers of the division. If several query heads share a tile, h counts groups
-    of ``spec.tile_heads`` query heads.
+    head, and query head h has the K/V head h // group. If ``spec.grouped`` is false, the K/V head
+    is h, and the kernel saves the registers of the division. If several query heads share a tile,
+    the second number of the grid counts groups of ``spec.tile_heads`` query heads.
     """
     grouped, lengths, of_tile = spec.grouped, make_lengths(spec), spec.tile_heads
 
@@ -179,12 +186,11 @@ def make_head(spec):
 
 @part
 def make_query_head(spec):
-    """Make ``query_head(rows, columns, options)``, which returns the query head of this thread
-    block.
+    """Make ``query_head(rows, columns, options)``, which returns the ``Head`` record of this thread
+    block, for kernels that read neither K nor V.
 
-    The grid is (any, query heads, batch entries). Use it in kernels that read neither K nor V: the
-    field ``hk`` of the result is the query head, not the K/V head. ``rows`` and ``columns`` are the
-    array lengths for ``lengths``.
+    The grid is (any, query heads, batch entries). The field ``hk`` of the result is the query head,
+    not the K/V head. ``rows`` and ``columns`` are the arguments of ``lengths``.
     """
     lengths = make_lengths(spec)
 

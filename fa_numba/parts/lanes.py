@@ -1,7 +1,8 @@
-"""Sums and maxima over lanes of a warp.
+"""Sums and maxima over several lanes of a warp.
 
-The functions combine values of ``lanes`` lanes (a power of two) that are ``step`` lanes apart.
-Every lane gets the result. All lanes of the warp must call the function together.
+The functions combine the values of ``lanes`` lanes, a power of two. Neighbours among these lanes
+have lane numbers that differ by ``step``. Every lane gets the result. All lanes of the warp must
+call the function together.
 """
 
 from fa_numba.device import cuda, device_function

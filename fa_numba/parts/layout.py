@@ -19,29 +19,29 @@ from fa_numba.parts.records import Tile
 
 @cache
 def make_row(spec):
-    """Make ``row(ty, i)``, which returns the row in a tile of S that is row number i of a thread.
+    """Make ``row(ty, i)``, which converts row number i of a thread to a row of a tile of S.
 
-    The row is a number from 0 to Br - 1. If several query heads share the tile
-    (``spec.tile_heads``), the rows of the heads alternate, and ``row`` returns the number of the
-    row within its head.
+    The result is from 0 to Br - 1. If several query heads share the tile (``spec.tile_heads``), the
+    tile contains one row of each head in turn. The result is then the row within the head.
     """
     return _make_place(spec.row_width, spec.row_step, spec.tile_heads)
 
 
 @cache
 def make_column(spec):
-    """Make ``column(tx, j)``, which returns the column in a tile of S that is column number j of a
-    thread.
+    """Make ``column(tx, j)``, which converts column number j of a thread to a column of a tile of
+    S.
     """
     return _make_place(spec.column_width, spec.column_step)
 
 
 @part
 def make_head_of_row(spec):
-    """Make ``head_of_row(head, ty, i)``, which returns the query head of a thread's row number i.
+    """Make ``head_of_row(head, ty, i)``, which returns the query head of row number i of a thread.
 
-    If several query heads share a tile (``spec.tile_heads``), ``head.h`` counts groups of that many
-    heads, and the rows of the heads alternate. Otherwise ``head_of_row`` returns ``head.h``.
+    Normally the result is ``head.h``. If several query heads share a tile (``spec.tile_heads``),
+    ``head.h`` is the number of a group of heads, and the tile contains one row of each head in
+    turn. The result is then the head to which the row belongs.
     """
     width, step, heads = spec.row_width, spec.row_step, spec.tile_heads
 
@@ -56,10 +56,11 @@ def make_head_of_row(spec):
 
 @part
 def _make_place(width, step, heads=1):
-    """Make ``place(thread, n)``, which returns the row or column that is number n of a thread.
+    """Make ``place(thread, n)``, which converts row (or column) number n of a thread to a row (or
+    column) of a tile.
 
-    A thread holds runs of ``width`` neighbouring rows (or columns). The runs begin ``step`` rows
-    apart. ``thread`` is the row or column at which the thread's first run begins, divided by
+    A thread holds runs of ``width`` neighbouring rows. The first rows of two consecutive runs are
+    ``step`` rows apart. ``thread`` is the first row of the thread's first run, divided by
     ``width``. If ``heads`` query heads share the tile, the result is the row within its head.
     """
 
@@ -90,8 +91,10 @@ def make_warp_column(spec):
 
 @part
 def make_warp_tile(spec):
-    """Make ``warp_tile(tile)``, which returns the tile moved to the first column that this warp
+    """Make ``warp_tile(tile)``, which returns the ``Tile`` record of the part that this warp
     computes.
+
+    It is ``tile``, moved to the first column that this warp computes (``make_warp_column``).
     """
     warp_column = make_warp_column(spec)
 

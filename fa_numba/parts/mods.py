@@ -1,11 +1,13 @@
-"""The user's functions, applied to a tile of scores in registers: ``score_mod``, its slope,
+"""The user's functions, applied to a tile of scores in registers: ``score_mod``, its slope, and
 ``mask_mod``.
 
 The slope is the derivative of ``score_mod`` with respect to the score. ``mods.Text`` contains the
-source text of such a function for kernels. A function is called for every element of the tile,
-without a branch, so that two elements that need the same element of a captured array can share one
-load. A function that reads an array with the row or column as index gets the last row or column of
-the matrix for elements beyond it.
+source text of such a function for kernels.
+
+A function is called for every element of the tile, without a branch. Two elements that need the
+same element of a captured array can therefore share one load. Some elements of a tile are beyond
+the matrix. If a function reads an array with the row or column as index, it gets the last row or
+column of the matrix for these elements.
 
 Names in this module:
 
@@ -37,10 +39,10 @@ _distance = device_function(masks.distance)
 
 @part
 def make_apply_score_mod(spec, unit):
-    """Make ``apply_score_mod(rS, scale, tile)``, which replaces S by ``unit`` times
+    """Make ``apply_score_mod(rS, scale, tile)``, which replaces each S in rS by ``unit`` times
     score_mod(``scale`` S).
 
-    ``unit`` is log2(e) for scores in units of log2, or 1.
+    ``unit`` is log2(e) if the result is to be in units of log2, otherwise 1.
     """
     RS, mod = spec.TM * spec.TN, spec.features.score_mod
     each = _make_each(spec, 0, _make_changed(spec, unit), _chunk_of(mod))
@@ -57,15 +59,15 @@ def make_apply_score_mod(spec, unit):
 
 @part
 def make_slopes(spec):
-    """Make ``slopes(rG, rS, scale, tile)``, which sets rG to the derivatives of the scores.
+    """Make ``slopes(rG, rS, scale, tile)``, which stores the derivative of each score in rG.
 
-    rS holds the product Q KT. Each derivative is with respect to the score before the cap, which
-    is Q KT times the scale of the call. It is the product of the derivative of the cap,
-    1 - tanh(``scale`` Q KT)^2, and the derivative of ``score_mod``. With a cap, ``scale`` is the
-    scale of the call divided by the cap. If all derivatives are 1, none is stored.
+    rS holds the product Q KT. The derivative is with respect to the score before the cap, which is
+    Q KT times the scale of the call. It is the product of two derivatives: that of the cap, 1 -
+    tanh(``scale`` Q KT)^2, and that of ``score_mod``. With a cap, ``scale`` is the scale of the
+    call divided by the cap. If all derivatives are 1, none is stored.
 
-    If the gradients of captured arrays depend on the scores before ``score_mod``, these scores are
-    stored in rG behind the derivatives.
+    The gradients of captured arrays can depend on the scores before ``score_mod``. If they do,
+    these scores are stored in rG after the derivatives.
     """
     RS, features = spec.TM * spec.TN, spec.features
     softcap, score_mod = features.softcap, features.slope_of is not None or features.keeps_scores
@@ -84,17 +86,22 @@ def make_slopes(spec):
 
 @cache
 def make_p_and_ds(spec, values_of, ds_of):
-    """Make ``p_and_ds(rdP, rS, given, tile)``, which computes P in place of S, and dS in place of
-    dP.
+    """Make ``p_and_ds(rdP, rS, given, tile)``, which replaces the scores in rS by P, and dP in rdP
+    by dS.
 
-    On entry rS holds the scaled scores before the cap and ``score_mod``, and the number of
-    ``hidden_score`` in hidden elements. P is exp(S - L) of the scores after the cap, ``score_mod``,
-    ALiBi and the bias. P is negative in elements that dropout does not keep. dS is the result of
-    ``ds_of``, P o (dP - D), multiplied by the derivatives of the cap and of ``score_mod``.
+    Before the call, rS holds the scaled scores before the cap and ``score_mod``. A hidden element
+    of rS holds the number ``hidden_score``. The function computes:
+
+    - P = exp(S - L), where S is the score after the cap, ``score_mod``, ALiBi and the bias. P is
+      negative in elements that dropout does not keep.
+    - dS = P o (dP - D), as ``ds_of`` returns it, multiplied by the derivatives of the cap and of
+      ``score_mod``.
+
+    The arguments are:
 
     - ``values_of(given, e)`` returns L in units of log2, D, and whether dropout keeps element e.
-    - ``ds_of(p, dp, d, options)`` returns an element of dS.
-    - ``given[0]`` contains the sums for the gradients of captured arrays, as in ``add_captured``.
+    - ``ds_of(p, dp, d, options)`` returns P o (dP - D) of one element.
+    - ``given[0]`` is the tuple ``kept``: sums for the gradients of captured arrays.
     """
     of_one = _make_p_and_ds(spec, values_of, ds_of)
     return _make_each(spec, 0, of_one, _chunk_of(spec.features.score_mod))
@@ -102,19 +109,21 @@ def make_p_and_ds(spec, values_of, ds_of):
 
 @cache
 def make_pairs(spec, of_pair):
-    """Make ``pairs(rG, rS, given, tile)``, which calls ``of_pair`` for all pairs of elements.
+    """Make ``pairs(rG, rS, given, tile)``, which calls ``of_pair`` for all pairs of elements of the
+    thread.
 
-    A pair consists of the registers e and e + 1, which are in neighbouring rows. The call is
-    ``of_pair(rG, rS, e, given, place, head)``, with the place of element e.
+    A pair consists of the registers e and e + 1, whose elements are in neighbouring rows. The call
+    is ``of_pair(rG, rS, e, given, place, head)``, where ``place`` is the position of element e.
     """
     return _make_each(spec, 0, of_pair, max(1, _chunk_of(spec.features.score_mod) // 2), rows=2)
 
 
 @part
 def make_hide(spec):
-    """Make ``hide(rS, tile)``, which hides the scores for which the user's ``mask_mod`` is false.
+    """Make ``hide(rS, tile)``, which hides the scores for which the user's ``mask_mod`` returns
+    false.
 
-    They are set to the number of ``hidden_score``, which normally is -inf.
+    A hidden score is set to the number that ``hidden_score`` returns, which normally is -inf.
     """
     each = _make_each(spec, 0, _make_hidden(spec), _chunk_of(spec.features.mask_mod))
 
@@ -126,15 +135,16 @@ def make_hide(spec):
 
 @part
 def _make_each(spec, first, of_one, chunk, rows=1):
-    """Make ``each(rG, rS, scale, tile)``, which calls ``of_one`` for all elements from number
-    ``first`` on.
+    """Make ``each(rG, rS, scale, tile)``, which calls ``of_one`` for the elements of the thread,
+    from element number ``first`` on.
 
-    The call is ``of_one(rG, rS, e, scale, place, head)`` for element number e of the registers. One
-    function handles ``chunk`` elements, and calls the next function of this kind for the rest. With
-    ``rows`` above 1, ``of_one`` is called only for the first of every ``rows`` rows.
+    The call is ``of_one(rG, rS, e, scale, place, head)``, where the element is in register e of rS.
+    With ``rows`` above 1, ``of_one`` is called only for the first of every ``rows`` rows of the
+    thread. In ``place``, ``origin`` is the thread's first row if the thread has more rows than
+    columns, otherwise the thread's first column.
 
-    The ``origin`` in ``place`` is the thread's first row if the thread has more rows than columns,
-    otherwise its first column.
+    The loop over elements is unrolled. Therefore one function handles only ``chunk`` elements. It
+    then calls a further function, made by this factory too, for the remaining elements.
     """
     TN, (EI, EJ), COUNT = spec.TN, spec.element_steps, spec.TM * spec.TN // rows
     row_of, column_of, by_rows = make_row(spec), make_column(spec), spec.TM > TN
@@ -164,12 +174,12 @@ def _nothing(rG, rS, scale, tile):
 
 @part
 def _make_inside(features, alone):
-    """Make ``inside(row, col, head)``, which returns the position for a call of the user's
-    function.
+    """Make ``inside(row, col, head)``, which returns the row and the column that are passed to the
+    user's function.
 
-    With ``alone``, a position beyond the matrix is replaced by the last row or column, because the
-    function reads an array at this position. For a sequence without columns, the column is 0.
-    Without ``alone``, the position is unchanged.
+    If ``alone`` is true, the user's function reads an array at this position. A position beyond the
+    matrix is then replaced by the last row or column. For a sequence without columns, the column is
+    0. If ``alone`` is false, the position is unchanged.
     """
     may_be_empty = features.kv_lens or features.packed
 
@@ -188,10 +198,12 @@ def _make_inside(features, alone):
 
 @part
 def _make_changed(spec, unit):
-    """Make the function that replaces an element of S by the result of ``score_mod``.
+    """Make ``changed(rG, rS, e, scale, place, head)``, which replaces the element in register e of
+    rS by the result of ``score_mod``, multiplied by ``unit``.
 
-    rS already contains the product of the score and the factor that the text of ``score_mod``
-    needs. If the kernel adds up rows of S, rows beyond the matrix keep their zeros.
+    Before the call, the element is the score multiplied by the factor that the text of
+    ``score_mod`` needs (``make_score_factor``). If the kernel adds up rows of S, rows beyond the
+    matrix keep their zeros.
     """
     mod, keeps = spec.features.score_mod, spec.sums_rows
     score_mod = called(mod and mod.value)
@@ -211,8 +223,11 @@ def _make_changed(spec, unit):
 
 @part
 def _make_slope(spec):
-    """Make the function that computes one derivative, and stores the score before ``score_mod`` if
-    needed.
+    """Make ``slope(rG, rS, e, scale, place, head)``, which stores the derivative of one score in
+    rG.
+
+    If the gradients of captured arrays need it, the function also stores the score before
+    ``score_mod`` in rG.
     """
     features = spec.features
     softcap, of_slope = features.softcap, _slope_text(features)
@@ -244,12 +259,13 @@ def _make_slope(spec):
 
 @part
 def make_add_captured(spec):
-    """Make ``add_captured(rdS, rG, tile)``, which adds to the gradients of the arrays that
-    ``score_mod`` captures.
+    """Make ``add_captured(rdS, rG, tile)``, which adds a tile's contribution to the gradients of
+    the arrays that ``score_mod`` captures.
 
-    For each element of S, dS times the derivative by an array element is added atomically to the
-    gradient of this array element. Only float32 arrays get gradients, and only if the call asks for
-    them. ``rG`` holds what ``slopes`` has stored.
+    For each element of S, the contribution to the gradient of an array element is dS times the
+    derivative of ``score_mod`` with respect to this array element. It is added atomically. Only
+    float32 arrays get gradients, and only if the call wants them. ``slopes`` has stored the
+    contents of ``rG``.
     """
     gradient, (SUMS, PLACES) = _gradient(spec.features), kept_sums(spec)
     captured = gradient is not None
@@ -268,8 +284,8 @@ def make_add_captured(spec):
 
 @part
 def _make_captured(spec):
-    """Make the function that adds one element's contribution to the gradients of captured
-    arrays.
+    """Make ``captured(rG, rdS, e, kept, place, head)``, which adds the contribution of one element
+    of S to the gradients of captured arrays.
     """
     keeps, AT = spec.features.keeps_scores, spec.TM * spec.TN if spec.features.slopes else 0
     add = _make_add_of_one(spec)
@@ -283,11 +299,11 @@ def _make_captured(spec):
 
 @part
 def _make_add_of_one(spec):
-    """Make ``add_of_one(kept, s, ds, place, head)``, which adds one element's contribution to the
-    gradients.
+    """Make ``add_of_one(kept, s, ds, place, head)``, which adds the contribution of one element of
+    S to the gradients of captured arrays.
 
-    ``s`` is the score before ``score_mod`` and ``ds`` is its dS. The contribution goes to the
-    gradient in global memory, or to the sums in ``kept``.
+    ``s`` is the score before ``score_mod``, and ``ds`` is dS of this element. The contribution is
+    added to the gradient in global memory, or to the sums in ``kept``.
     """
     gradient = _gradient(spec.features)
     each = _texted(gradient and gradient.each)
@@ -303,8 +319,8 @@ def _make_add_of_one(spec):
 
 
 def kept_sums(spec):
-    """Return the number of registers for sums that are added later, and for the positions of these
-    sums.
+    """Return two numbers of registers: for sums that are added to gradients later, and for the
+    positions of these sums.
 
     A position takes two registers. Both numbers are at least 1, because an array of registers
     cannot be empty.
@@ -316,8 +332,8 @@ def kept_sums(spec):
 
 @part
 def make_start_sums(spec):
-    """Make ``start_sums(kept)``, which sets the sums to 0 and their positions to row 0 and column
-    0.
+    """Make ``start_sums(kept)``, which sets the sums in ``kept`` to 0, and their positions to row 0
+    and column 0.
     """
     SUMS, PLACES = kept_sums(spec)
 
@@ -333,12 +349,15 @@ def make_start_sums(spec):
 
 @part
 def make_add_sums(spec):
-    """Make ``add_sums(kept, head)``, which adds the sums in ``kept`` to the gradients in global
-    memory.
+    """Make ``add_sums(kept, head)``, which adds the sums in ``kept`` to the gradients of captured
+    arrays in global memory.
 
-    First come sums for array elements that depend on neither row nor column. They are added over
-    the lanes of a warp, and one lane adds the result. Then come the remaining sums for array
-    elements that neighbouring scores can share.
+    There are two kinds of sums:
+
+    - Sums for array elements that depend on neither row nor column. They are first added over the
+      lanes of a warp. Then one lane adds the result to global memory.
+    - Sums for array elements that neighbouring scores can share. They are first added over the
+      lanes of a warp if all lanes have the same position.
     """
     gradient = _gradient(spec.features)
     SHARED, MERGED = (gradient.shared, gradient.merged) if gradient is not None else (0, 0)
@@ -362,8 +381,8 @@ def make_add_sums(spec):
 
 @part
 def _make_join_lanes(spec):
-    """Make ``join_lanes(kept, n)``, which joins sum number n of all lanes if they have the same
-    position.
+    """Make ``join_lanes(kept, n)``, which adds sum number n over the lanes of a warp, if all lanes
+    have the same position.
 
     The first lane then gets the total, and the other lanes get 0. If two lanes have different
     positions, nothing changes.
@@ -392,15 +411,17 @@ def _make_join_lanes(spec):
 
 
 def _later(gradient):
-    """Return the texts of two functions that add sums to gradients: ``Gradient.rest`` and
-    ``Gradient.flush``.
+    """Return two source texts: the functions ``Gradient.rest`` and ``Gradient.flush``, which add
+    sums to gradients in global memory.
+
+    Without a gradient, both are None.
     """
     return (None, None) if gradient is None else (gradient.rest, gradient.flush)
 
 
 def _gradient(features):
-    """Return the ``mods.Gradient`` of the captured arrays, or None if no gradient of an array is
-    wanted.
+    """Return the ``mods.Gradient`` of the captured arrays, or None if the call wants no gradient of
+    an array.
     """
     return features.dcaptured and features.dcaptured.gradient
 
@@ -412,7 +433,9 @@ def _texted(text):
 
 @part
 def _make_p_and_ds(spec, values_of, ds_of):
-    """Make the function that computes P and dS of one element, for ``make_p_and_ds``."""
+    """Make ``p_and_ds(rdP, rS, e, given, place, head)``, which computes P and dS of one element,
+    for ``make_p_and_ds``.
+    """
     p_and_slope, times_slope = make_p_and_slope(spec), make_times_slope(spec.features)
     captured, add = _gradient(spec.features) is not None, _make_add_of_one(spec)
 
@@ -431,7 +454,7 @@ def _make_p_and_ds(spec, values_of, ds_of):
 def make_times_slope(features):
     """Make ``times_slope(x, g)``, which returns x g, where g is a derivative of the score.
 
-    If the derivative can be NaN or infinite, the result is x where x is 0.
+    A derivative can be NaN or infinite. If x is 0, the result is then x, not NaN.
     """
     anywhere = features.slope_of is not None and not features.slope_of.steady
 
@@ -445,17 +468,17 @@ def make_times_slope(features):
 
 @part
 def make_p_and_slope(spec):
-    """Make ``p_and_slope(score, shift, kept, place, head)``, which returns P, the slope and the
-    score of an element.
-
-    ``score`` is the element that ``scale_and_mask`` has left in its register: the scaled score
-    before the cap and ``score_mod``. ``shift`` is the row's logsumexp L, in units of log2.
-    The three results are:
+    """Make ``p_and_slope(score, shift, kept, place, head)``, which returns three values for one
+    element of S.
 
     - P = exp(S - L), where S is the score after the cap, ``score_mod``, ALiBi and the bias. P is 0
-      if the element is hidden, and negative if dropout does not keep it (``kept`` is false).
-    - The product of the derivatives of the cap and of ``score_mod``.
+      if the element is hidden. P is negative if dropout does not keep the element (``kept`` is
+      false).
+    - The slope: the product of the derivatives of the cap and of ``score_mod``.
     - The score that ``score_mod`` was called with.
+
+    ``score`` is the number that ``scale_and_mask`` has stored in the element's register: the scaled
+    score before the cap and ``score_mod``. ``shift`` is the row's logsumexp L, in units of log2.
     """
     features = spec.features
     softcap, own = features.softcap, _make_value_and_slope(features)
@@ -489,11 +512,11 @@ def make_p_and_slope(spec):
 
 @part
 def _make_value_and_slope(features):
-    """Make ``value_and_slope(s, i, j, origin, head)``, which returns ``score_mod`` of a score and
-    its slope.
+    """Make ``value_and_slope(s, i, j, origin, head)``, which returns ``score_mod`` of the score
+    ``s``, and the slope there.
 
-    The value is in units of log2. If the user has passed a ``score_mod_grad``, the slope comes from
-    that function. Otherwise one text computes both.
+    The value is in units of log2. Normally one source text computes both results. If the user has
+    passed a ``score_mod_grad``, the slope comes from this function.
     """
     mod, at_once = features.score_mod, features.score_mod_grad is None
     of_slope = _slope_text(features)
@@ -517,8 +540,8 @@ def _make_value_and_slope(features):
 
 @part
 def _make_hidden(spec):
-    """Make the function that sets one element to ``hidden_score`` if ``mask_mod`` is false for
-    it.
+    """Make ``hidden(rG, rS, e, scale, place, head)``, which sets one element of rS to
+    ``hidden_score`` if ``mask_mod`` returns false for it.
     """
     mod, HIDDEN = spec.features.mask_mod, hidden_score(spec.stays)
     mask_mod = called(mod and mod.value)
@@ -534,15 +557,16 @@ def _make_hidden(spec):
 
 
 def hidden_score(stays):
-    """Return the number that replaces a hidden score.
+    """Return the number that is stored in place of a hidden score.
+
+    After masking, a kernel can call a function with the masked scores. ``stays`` is the
+    ``mods.Text`` of this function, or None.
 
     | case | number |
     |---|---|
-    | no function follows (``stays`` is None) | -inf |
-    | a function with an inner function follows | -2, which the inner function never returns |
-    | a function without an inner function follows | the lowest finite float32 |
-
-    ``stays`` is the ``mods.Text`` of a function that is called with the score after masking.
+    | no function (``stays`` is None) | -inf |
+    | a function with an inner function | -2, which the inner function never returns |
+    | a function without an inner function | the lowest finite float32 |
     """
     if stays is None:
         return NEG_INF
@@ -556,10 +580,11 @@ def called(text):
 
 @part
 def make_score_factor(text):
-    """Make ``score_factor(scale, options)``, which returns the factor that multiplies Q KT.
+    """Make ``score_factor(scale, options)``, which returns the factor that turns Q KT into the
+    argument of a user's function.
 
-    The product is then the argument of the function of ``text``, a ``mods.Text``. If there is no
-    such function, or it has no factor of its own, the result is ``scale``.
+    ``text`` is the ``mods.Text`` of the function, or None. If the text has no factor of its own, or
+    is None, the result is ``scale``.
     """
 
     def score_factor(scale, options):
@@ -573,7 +598,7 @@ def make_inner(text):
     """Make ``inner(score)``, which applies the inner function of ``text``, a ``mods.Text``, to a
     score.
 
-    The score is returned unchanged if there is no inner function.
+    If there is no inner function, the score is returned unchanged.
     """
 
     def inner(score):
@@ -589,14 +614,14 @@ def _slope_text(features):
 
 
 def _chunk(*texts):
-    """Return how many elements a function with these texts handles at a time.
+    """Return the number of elements that one function with these source texts handles.
 
-    The number is smaller for long texts, because the compiler unrolls the loop over the elements.
+    The compiler unrolls the loop over the elements. The number is therefore smaller for long texts.
     """
     lines = max((len(text.splitlines()) for text in texts if text), default=1)
     return max(1, min(AT_A_TIME, LINES // lines))
 
 
 def _chunk_of(mod):
-    """Return how many elements a function with the texts of ``mod`` handles at a time."""
+    """Return the number of elements that one function with the source texts of ``mod`` handles."""
     return _chunk(mod and mod.value.text, mod and mod.slope.text)

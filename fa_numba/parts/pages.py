@@ -1,9 +1,11 @@
 """Rows of K and V that are stored in pages of a K/V cache.
 
-A block table lists the pages of each sequence in order. Tiles and pages begin at multiples of 16
-rows. The rows that a tile and a page have in common therefore come in runs of ``common_rows`` rows
-or more. One lane of a warp looks up the page for all lanes whose rows are in one run. If the
-following rows of the warp are in the same page, they use the same look-up.
+A block table lists the pages of each sequence in order. A tile can contain rows of several pages,
+and a page can contain rows of several tiles. Tiles and pages begin at multiples of 16 rows.
+Therefore each run of ``common_rows`` rows of a tile is in one page.
+
+One lane of a warp looks up the page for all lanes whose rows are in the same run. If the next rows
+of the warp are in the same page, they use the same look-up.
 """
 
 from math import gcd
@@ -14,9 +16,10 @@ from fa_numba.parts.namespace import part
 
 
 def common_rows(page_size, Bc):
-    """Return the length of the runs of rows that are always in one page and one tile.
+    """Return the length of the longest runs of rows that are always in one page and one tile.
 
-    The runs begin at multiples of their length, which is the greatest common divisor of both sizes.
+    Runs begin at multiples of this length. It is the greatest common divisor of ``page_size``, the
+    rows of a page, and ``Bc``, the rows of a tile.
     """
     return gcd(page_size, Bc)
 
@@ -34,10 +37,10 @@ def pages_of_tile(spec):
 def turns_in_a_page(page_size, rows, threads, width):
     """Return the number of consecutive turns of a thread whose rows are in one page.
 
-    ``threads`` threads copy a tile of ``rows`` rows in turns. In one turn, ``width`` threads copy
-    the pieces of one row, so that a turn has threads / width rows. One look-up of the page serves
-    the number of turns that is returned. The number is 1 if a run of rows does not consist of
-    complete turns.
+    ``threads`` threads copy a tile of ``rows`` rows in several turns. ``width`` threads copy one
+    row, so that the threads copy threads / width rows in one turn. The result is the number of
+    turns for which a thread needs only one look-up of the page. It is 1 if a run of ``common_rows``
+    rows does not consist of complete turns.
     """
     down, rest = divmod(threads, width)
     common = common_rows(page_size, rows)
@@ -46,13 +49,13 @@ def turns_in_a_page(page_size, rows, threads, width):
 
 @part
 def make_page_of(page_size):
-    """Make ``page_of(table, row, reads, first)``, which returns the page that stores a row of a
-    sequence.
+    """Make ``page_of(table, row, reads, first)``, which returns the number of the page that stores
+    a row of a sequence.
 
-    ``table`` is the sequence's row of the block table. Lane number ``first`` of the warp reads the
-    table for its own ``row``, if its ``reads`` is true. A shuffle passes the page to every lane
-    that names this lane as its ``first``. If ``reads`` is false in lane ``first``, the page is 0.
-    All lanes of the warp must call the function together.
+    ``table`` is the row of the block table for the sequence. Only the lane with the number
+    ``first`` reads the table, for its own ``row``, if its argument ``reads`` is true. A shuffle
+    passes the page to all lanes that call with the same ``first``. If ``reads`` is false in that
+    lane, the result is 0. All lanes of the warp must call the function together.
     """
 
     def page_of(table, row, reads, first):

@@ -10,13 +10,13 @@ from fa_numba.parts.visits import make_next_column, make_row_after
 
 @part
 def next_row_tile(spec, load_q):
-    """Make ``load_next_q(sQ, Q, visit, i0, i_end, rows_end)``, which starts to load the next row
-    tile.
+    """Make ``load_next_q(sQ, Q, visit, i0, i_end, rows_end)``, which starts to load the row tile
+    that comes after row tile i0.
 
-    The next row tile comes after the one at row i0. ``visit`` is the word of this row tile
-    (``visits.row_ahead``). ``load_q`` is the part that copies the next row tile to sQ, and
-    ``rows_end`` is one past the last valid row. The result is the tile's first row, which is at or
-    past ``i_end`` if there is no next row tile.
+    ``visit`` is the word of row tile i0 (``visits.row_ahead``). ``load_q`` is the device function
+    that copies a row tile to sQ. ``rows_end`` is one past the last valid row. The result is the
+    first row of the next row tile. If there is none, nothing is loaded, and the result is at or
+    past ``i_end``.
     """
     row_after = make_row_after(spec)
 
@@ -31,13 +31,12 @@ def next_row_tile(spec, load_q):
 
 @part
 def next_column_tile(spec, load_k):
-    """Make ``load_next_k(sK, K, j0, j_end, rows_end, i0, head)``, which starts to load the next
-    column tile.
+    """Make ``load_next_k(sK, K, j0, j_end, rows_end, i0, head)``, which starts to load the column
+    tile that row tile i0 visits after column tile j0.
 
-    The next column tile comes after the one at column j0, among those that the row tile at row i0
-    visits. ``load_k`` is the part that copies it to sK, and ``rows_end`` is one past the last valid
-    row of K. The result is the tile's first column, which is at or past ``j_end`` if there is no
-    next column tile.
+    ``load_k`` is the device function that copies a column tile to sK. ``rows_end`` is one past the
+    last valid row of K. The result is the first column of the next column tile. If there is none,
+    nothing is loaded, and the result is at or past ``j_end``.
     """
     Bc, next_column = spec.Bc, make_next_column(spec)
 

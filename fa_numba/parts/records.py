@@ -7,14 +7,19 @@ from typing import Any, NamedTuple
 
 
 class Thread(NamedTuple):
-    """Which part of a tile of S a thread holds. ``layout.row`` and ``layout.column`` use it."""
+    """The position (ty, tx) of a thread in a tile of S. It decides which elements the thread holds.
+
+    ``layout.row`` and ``layout.column`` compute the elements from the position.
+    """
 
     ty: Any  # decides the thread's rows
     tx: Any  # decides the thread's columns
 
 
 class GroupThread(NamedTuple):
-    """Which part of a tile of S a thread of a consumer warpgroup holds (Hopper)."""
+    """The position (ty, tx) of a thread of a consumer warpgroup in a tile of S (Hopper), and the
+    number of the warpgroup.
+    """
 
     ty: Any  # decides the thread's rows
     tx: Any  # decides the thread's columns
@@ -22,7 +27,7 @@ class GroupThread(NamedTuple):
 
 
 class Warp(NamedTuple):
-    """Which part of a tile a warp computes in the backward pass on unit ``mma``."""
+    """The part of a tile that a warp computes in the backward pass on unit ``mma``."""
 
     row: Any  # the warp's first row of S
     column: Any  # the warp's first column of S, which is its first row of dK and dV
@@ -30,9 +35,10 @@ class Warp(NamedTuple):
 
 
 class Head(NamedTuple):
-    """A query head of one batch entry, with its K/V head, its valid lengths and the call's options.
+    """A query head of one batch entry, with the number of its K/V head, its valid lengths and the
+    call's options.
 
-    If several query heads share a row tile, ``h`` counts groups of them.
+    If several query heads share a row tile, ``h`` is the number of a group of such heads.
     """
 
     b: Any  # the batch entry
@@ -53,7 +59,8 @@ class Tile(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """A slot of a pipeline, and the phase (0 or 1) for which a thread waits at the slot's barriers.
+    """The number of a pipeline slot, and the phase (0 or 1) for which a thread waits at the slot's
+    barriers.
 
     A loop carries the two integers rather than the record, because a record that a loop carries
     takes more registers.
@@ -73,7 +80,7 @@ class WorkTile(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """What the tile scheduler of a persistent thread block needs to know."""
+    """The values that the tile scheduler of a persistent thread block uses."""
 
     words: Any  # shared memory: WORK_WORDS words for each slot of Q; then, with a block mask, one
     # word for each slot of K
@@ -99,7 +106,10 @@ class Shared(NamedTuple):
 
 
 class SharedWithO(NamedTuple):
-    """``Shared`` of FlashAttention-1, which also keeps tiles of O in shared memory."""
+    """The shared memory of FlashAttention-1's forward kernel (Hopper).
+
+    It has the tiles and barriers of ``Shared``, tiles of O, and words about a block mask.
+    """
 
     sQ: Any
     sK: Any
@@ -130,7 +140,10 @@ class State(NamedTuple):
 
 
 class BlockOut(NamedTuple):
-    """The arrays that a thread block of FlashAttention-1 writes (Hopper): results and ``State``."""
+    """The arrays in global memory that a thread block of FlashAttention-1 writes (Hopper).
+
+    O and L are results. A, l and m are the state between the passes, as in ``State``.
+    """
 
     O: Any
     A: Any
@@ -141,9 +154,9 @@ class BlockOut(NamedTuple):
 
 
 class BlockRows(NamedTuple):
-    """The work of a thread block of FlashAttention-1 (Hopper): a head, and a range of its rows.
+    """The work of a thread block of FlashAttention-1 (Hopper): a head, and a range of rows of Q.
 
-    The range includes padding.
+    The range can include padding: rows past the valid length.
     """
 
     head: Head
@@ -160,9 +173,10 @@ class Box(NamedTuple):
 
 
 class KeyTileHead(NamedTuple):
-    """``Head``, and the words of the block's key tile (``wgmma.key_tiles``) in shared memory.
+    """The fields of ``Head``, and the words in shared memory that describe the block's key tile
+    (``wgmma.key_tiles``).
 
-    The backward kernels of FA-2 for Hopper use it.
+    The backward kernels of FA-2 for Hopper use this record.
     """
 
     b: Any
@@ -230,7 +244,10 @@ class Gradients(NamedTuple):
 
 
 class SlotOffsets(NamedTuple):
-    """Where the parts of one slot begin, each in its own array of shared memory, in elements."""
+    """The elements at which the parts of one slot begin in their arrays of shared memory.
+
+    Each part is in an array of its own: for example, ``rows`` is an index into sQ.
+    """
 
     rows: Any  # the tile of Q
     out: Any  # the tile of dO, and in FA-1 of O
@@ -249,7 +266,9 @@ class DqShared(NamedTuple):
 
 
 class QueryRows(NamedTuple):
-    """The arrays with one row per query that the consumers of dQ's own kernel read or write."""
+    """The arrays with one row per query that the consumers read or write in the kernel that
+    computes only dQ.
+    """
 
     L: Any
     D: Any
@@ -274,7 +293,7 @@ class WideShared(NamedTuple):
 class Fa1BackwardShared(NamedTuple):
     """The shared memory of FlashAttention-1's backward kernel (Hopper).
 
-    It has tiles of O, which the kernel loads in addition to dO, and no tile of dQ.
+    It has tiles of O, because the kernel loads O in addition to dO. It has no tile of dQ.
     """
 
     sK: Any

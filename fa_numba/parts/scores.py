@@ -62,28 +62,30 @@ def make_scale_and_mask(spec):
 
 @cache
 def make_scale_and_mask_all(spec):
-    """Make ``scale_and_mask_all(rS, scale, tile)`` for a kernel that visits every tile.
+    """Make ``scale_and_mask_all(rS, scale, tile)``, which does the work of ``scale_and_mask`` in
+    kernels of standard attention.
 
-    It works as ``scale_and_mask``, but the scores are in natural units, and elements in empty
-    blocks of a block mask are hidden too. Standard attention uses it.
+    There are two differences. The scores are in natural units. Standard attention visits every
+    tile, so that elements in empty blocks of a block mask are hidden, too.
     """
     return _without_bias_read(_make_scale_and_mask(spec, ONE, hides_blocks=True))
 
 
 @cache
 def make_scale_bias_and_mask(spec):
-    """Make ``scale_bias_and_mask(rS, rBS, scale, tile)``, which works as ``scale_and_mask``.
+    """Make ``scale_bias_and_mask(rS, rBS, scale, tile)``, which works as ``scale_and_mask`` but
+    uses values in the registers ``rBS``.
 
-    The bias, or the state of the tile's block, has been read into ``rBS`` before, by
-    ``read_bias_or_state`` or by a part of ``parts.wgmma.listed``.
+    ``rBS`` contains the bias or the state of the tile's block. The function ``read_bias_or_state``
+    or a function of ``parts.wgmma.listed`` has read these values before.
     """
     return _make_scale_and_mask(spec, LOG2E, hides_blocks=False, ahead=True)
 
 
 @part
 def _without_bias_read(scale_and_mask):
-    """Make ``scale_and_mask(rS, scale, tile)`` from a function that also takes ``rBS`` but does not
-    read it.
+    """Make ``scale_and_mask(rS, scale, tile)`` from a function with the further argument ``rBS``,
+    which the function does not read.
     """
 
     def without(rS, scale, tile):

@@ -23,20 +23,22 @@ LARGEST_SCALED = 64
 
 @cache
 def make_start(spec):
-    """Make ``start(rO, rl, rm, tile, split)``, which sets O = 0, l = 0 and m = -inf.
+    """Make ``start(rO, rl, rm, tile, split)``, which sets O = 0, l = 0 and m = -inf in registers.
 
-    With sinks, l and m then contain the sink, but only in the key split number 0.
+    With sinks, l and m are then set to the values of the sink, but only in key split number 0
+    (``take_sinks``).
     """
     return _make_start(spec, whole_rows=True)
 
 
 @cache
 def make_start_of_lanes(spec):
-    """Make ``start_of_lanes(rO, rl, rm, tile, split)``, which works as ``start`` for a partial sum
-    l.
+    """Make ``start_of_lanes(rO, rl, rm, tile, split)``, which works as ``start`` for kernels in
+    which l is a partial sum.
 
-    Here l is the sum over this thread's own columns only. ``sum_lanes`` adds the sums of the lanes
-    that share a row at the end. One lane of the row therefore starts with the sink's share of l.
+    In these kernels, a thread's l is the sum over its own columns only. ``sum_lanes`` later adds
+    the sums of the lanes that share a row. Therefore only one of these lanes starts with the sink's
+    share of l.
     """
     return _make_start(spec, whole_rows=False)
 
@@ -111,12 +113,12 @@ def make_scale_rows(spec):
 
 @part
 def make_rescale_rows(spec):
-    """Make ``rescale_rows(rO, rf)``, which multiplies each row of O by f = exp(m_old - m_new) in
-    rf.
+    """Make ``rescale_rows(rO, rf)``, which multiplies each row of O by its factor f = exp(m_old -
+    m_new) in rf.
 
-    In a long row, m seldom changes and f is 1. If a thread holds many registers of O, it skips the
-    product when every f is 1. If it holds few (up to LARGEST_SCALED), it always multiplies, because
-    these instructions can run between others.
+    In a long row, m seldom changes, and f is 1. If a thread holds more than LARGEST_SCALED
+    registers of O, it skips the product when every f is 1. If it holds fewer, it always multiplies,
+    because these instructions can run between others.
     """
     TM, tests = spec.TM, spec.TM * 4 * spec.DN > LARGEST_SCALED
     scale_rows = make_scale_rows(spec)
@@ -135,9 +137,9 @@ def make_rescale_rows(spec):
 
 @part
 def make_normalise_rows(spec):
-    """Make ``normalise_rows(rO, rl)``, which divides each row of O by its l.
+    """Make ``normalise_rows(rO, rl)``, which divides each row of O by its softmax sum l.
 
-    A row without a visible column has l = 0. It becomes 0, even if O contains NaN.
+    A row without a visible column has l = 0. Its O becomes 0, even if it contains NaN.
     """
     TM, DN4 = spec.TM, 4 * spec.DN
 
@@ -164,13 +166,12 @@ def exp_of_difference(s, m):
 
 @part
 def make_merge_block(warps, sinks):
-    """Make ``merge_block(m, l, sm, sl, head, row)``, which combines m and l of all threads of a
-    block.
+    """Make ``merge_block(m, l, sm, sl, head, row)``, which returns m and l of a complete row, from
+    the m and l of all threads of a block.
 
-    Each thread passes the m and l of its own columns of one row, in natural units. Every thread
-    gets the m and l of the complete row, including a sink if ``sinks`` is true. ``sm`` and ``sl``
-    are shared memory with one float for each of the ``warps`` warps. The function contains a
-    ``syncthreads``.
+    Each thread passes the m and l of its own columns of the row, in natural units. Every thread
+    gets the result, which includes a sink if ``sinks`` is true. ``sm`` and ``sl`` are shared memory
+    with one float for each of the ``warps`` warps. The function contains a ``syncthreads``.
     """
 
     def merge_block(m, l, sm, sl, head, row):
@@ -201,12 +202,13 @@ def make_merge_block(warps, sinks):
 
 @part
 def make_row_maximum(spec):
-    """Make ``row_maximum(rS, i, scale, m)``, which returns the maximum of row number i of S and of
-    m.
+    """Make ``row_maximum(rS, i, scale, m)``, which returns the new maximum m of the thread's row
+    number i.
 
-    ``m`` is the maximum of the columns before. The lanes that share the row exchange their maxima.
-    With ``spec.folds_scale``, rS holds products without the scale, and ``scale`` multiplies their
-    maximum.
+    It is the larger one of the argument ``m``, the maximum of the columns before, and the maximum
+    of the row in this tile. The lanes that share the row exchange their maxima. With
+    ``spec.folds_scale``, rS holds products without the scale, and their maximum is multiplied by
+    ``scale``.
     """
     TN, TX, STEP, folds = spec.TN, spec.tx_count, spec.lane_step, spec.folds_scale
 
@@ -244,11 +246,11 @@ def make_online(spec):
 
 @cache
 def make_online_of_lanes(spec):
-    """Make ``online_of_lanes(rS, scale, rm, rl, rf)``, which works as ``online`` for a partial sum
-    l.
+    """Make ``online_of_lanes(rS, scale, rm, rl, rf)``, which works as ``online`` for kernels in
+    which l is a partial sum.
 
-    Here l is the sum over this thread's own columns only. ``sum_lanes`` adds the sums of the lanes
-    that share a row at the end.
+    In these kernels, a thread's l is the sum over its own columns only. ``sum_lanes`` later adds
+    the sums of the lanes that share a row.
     """
     return _make_online(spec, whole_rows=False)
 
@@ -288,7 +290,7 @@ def _make_online(spec, whole_rows):
 
 @part
 def make_sum_lanes(spec):
-    """Make ``sum_lanes(rl)``, which adds up each row's value over the lanes that share the row.
+    """Make ``sum_lanes(rl)``, which adds each row's l over the lanes that share the row.
 
     Each of these lanes gets the sum.
     """

@@ -1,9 +1,10 @@
 """The epilogue of a key split (Flash-Decoding): each block writes its unnormalised O, its l and its
 m.
 
-Thread blocks that share a row tile have no common softmax until their results are merged. They
-store m rather than a logsumexp. m is a score, so that e^(m_split - m) is exact near 1, where it
-matters. A logsumexp would be rounded, which gives visible errors if scores are large.
+Several thread blocks share a row tile, and each block computes a softmax over its own columns. A
+later kernel merges their results. The blocks store m instead of a logsumexp. The merge computes
+e^(m_split - m), which is exact near 1, because m is a score. A logsumexp would be a rounded number,
+which would give visible errors if scores are large.
 """
 
 from fa_numba.device import uint32
@@ -14,12 +15,13 @@ from fa_numba.parts.values import make_write
 
 @part
 def writes_split(spec, write_rows):
-    """Make ``write_split(rO, rl, rm, split, i0, rows, head, thread)``, which writes O, l and m of a
-    split.
+    """Make ``write_split(rO, rl, rm, split, i0, rows, head, thread)``, which writes O, l and m of
+    key split number ``split`` to the workspace.
 
-    ``i0`` is the first row of the tile, and ``rows`` is the number of rows of a sequence.
-    ``write_rows`` is the part that writes O. The results go to the arrays A, l and m of
-    ``head.options``, at the index ``split``. ``merge_splits`` combines them later.
+    ``i0`` is the first row of the tile, and ``rows`` is the number of rows of the sequence.
+    ``write_rows`` is the device function that writes O. The results go to the arrays A (for O), l
+    and m of ``head.options``, at the index ``split``. The kernel of ``merge_splits`` combines them
+    later.
     """
     heads, write_values = spec.tile_heads, make_write(spec)
     rows_of_split = make_rows_of_split(spec)

@@ -11,11 +11,11 @@ from fa_numba.parts.namespace import part
 
 @cache
 def make_read(spec):
-    """Make ``read(rv, V, row0, rows_end, thread)``, which reads one value for each of a thread's
-    rows.
+    """Make ``read(rv, V, row0, rows_end, thread)``, which reads one value for each row of S that
+    the thread holds.
 
-    ``rv: (TM,)`` are registers, and ``V`` is one head's array with one value per row. The tile
-    begins at row ``row0``. One lane reads the value of a row and passes it to the other lanes that
+    ``rv: (TM,)`` are registers. ``V`` is an array of one head with one value per row. The tile
+    begins at row ``row0``. One lane reads the value of a row, and passes it to the other lanes that
     hold the row. The result is 0 for rows at or past ``rows_end``, and for rows that another warp
     owns.
     """
@@ -24,9 +24,10 @@ def make_read(spec):
 
 @cache
 def make_read_maxima(spec):
-    """Make ``read_maxima(rm, m, row0, rows_end, thread)``, which reads the row maxima m.
+    """Make ``read_maxima(rm, m, row0, rows_end, thread)``, which reads the maximum m of each row of
+    S that the thread holds.
 
-    It works as ``read``, but rows that are not read get -inf.
+    ``make_read`` explains the arguments. Rows that are not read get -inf instead of 0.
     """
     return _make_read(spec, NEG_INF)
 
@@ -53,11 +54,12 @@ def _make_read(spec, unread):
 
 @part
 def make_write(spec):
-    """Make ``write(rv, V, row0, rows_end, thread)``, which writes one value for each of a thread's
-    rows.
+    """Make ``write(rv, V, row0, rows_end, thread)``, which writes one value for each row of S that
+    the thread holds.
 
-    ``rv: (TM,)`` are registers. One of the lanes that share a row writes the row's value to
-    ``V[row]``. Rows at or past ``rows_end`` are not written.
+    ``rv: (TM,)`` are registers. The tile begins at row ``row0``. Several lanes hold a row, and one
+    of these lanes writes the row's value to ``V[row]``. Rows at or past ``rows_end`` are not
+    written.
     """
     TM, TY, owns = spec.TM, spec.row_step, make_owns(spec)
 

@@ -1,9 +1,12 @@
 """Which tiles of S a thread block visits.
 
-The causal mask, the window and the lengths give a range of tiles. A block mask removes tiles inside
-this range. With a block mask, ``options.next_column[b, h, i, j]`` is the number of the first
-visited column tile from j on, and ``options.next_row[b, h, j, i]`` is the number of the first
-visited row tile from i on.
+The causal mask, the window and the lengths give a range of tiles. A block mask removes some tiles
+of this range. It comes with two lists: ``options.next_column[b, h, i, j]`` is the number of the
+first visited column tile from j on, for row tile i. ``options.next_row[b, h, j, i]`` is the number
+of the first visited row tile from i on, for column tile j.
+
+Arguments such as ``j0`` and ``col0`` are the first column of a column tile, and ``i0`` is the first
+row of a row tile. "Column tile j0" is the column tile that begins at column j0.
 """
 
 from functools import cache
@@ -20,11 +23,12 @@ MORE, STARTS = 1 << 29, 1 << 28
 
 @part
 def make_column_range(spec):
-    """Make ``column_range(row0, rows_end, head)``, which returns the columns that the rows can see.
+    """Make ``column_range(row0, rows_end, head)``, which returns the range of columns that some
+    rows can see.
 
     The rows are ``row0`` to ``rows_end`` - 1. The result is the first column of the first column
-    tile, and one past the last column. Only the causal mask, the window and the lengths count here,
-    not a block mask.
+    tile, and one past the last column. The causal mask, the window and the lengths limit the range.
+    A block mask is ignored.
     """
     Bc, features = spec.Bc, spec.features
     causal, window = features.causal, features.window
@@ -50,11 +54,12 @@ def make_column_range(spec):
 
 @part
 def make_column_passes(spec):
-    """Make ``column_passes(row0, rows_end, head)``, which returns the range of FA-1's outer loop.
+    """Make ``column_passes(row0, rows_end, head)``, which returns the range of columns of FA-1's
+    outer loop.
 
-    The result is ``column_range`` of the rows. If the kernel initialises O, l and m in its first
-    pass, the range contains at least one column tile, even if the rows see no column. If the kernel
-    initialises them before the loop (``features.initialises``), the range can be empty.
+    Normally the result is ``column_range`` of the rows, but at least one column tile: the first
+    pass initialises O, l and m even if the rows see no column. If the kernel initialises O, l and m
+    before the loop (``features.initialises``), the range can be empty.
     """
     column_range, always = make_column_range(spec), not spec.features.initialises
 
@@ -69,11 +74,11 @@ def make_column_passes(spec):
 
 @part
 def make_backward_passes(spec):
-    """Make ``backward_passes(columns)``, which returns one past the last column of FA-1's backward
-    loop.
+    """Make ``backward_passes(columns)``, which returns one past the last column of the outer loop
+    in FA-1's backward pass.
 
-    ``columns`` is the number of keys. A packed sequence can have no keys. The result is then 1,
-    because the first pass also writes dQ = 0.
+    ``columns`` is the number of keys, and normally the result. A packed sequence can have no keys.
+    For this sequence the result is 1, because the first pass also writes dQ = 0.
     """
     packed = spec.features.packed
 
@@ -87,12 +92,15 @@ def make_backward_passes(spec):
 
 @part
 def make_own_rows(spec):
-    """Make ``own_rows(split_rows, rows)``, which returns the rows of this thread block in FA-1.
+    """Make ``own_rows(split_rows, rows)``, which returns the rows of Q that this thread block of
+    FA-1 computes.
 
-    The result is the block's first row, and one past its last row. Each block gets ``split_rows``
-    of the head's ``rows`` rows. Without query splits, that is all rows. With a causal mask the last
-    rows see the most columns, and their blocks start first, so that the last blocks to run are
-    short.
+    The result is the block's first row, and one past its last row. ``rows`` is the number of rows
+    of the head. Each block has ``split_rows`` rows. Without query splits, this is the number of all
+    rows.
+
+    The first blocks of the grid have the last rows. With a causal mask, these rows see the most
+    columns, so that the last blocks to run are short.
     """
 
     def own_rows(split_rows, rows):
@@ -105,36 +113,35 @@ def make_own_rows(spec):
 
 @cache
 def make_row_range(spec):
-    """Make ``row_range(col0, rows_begin, rows_end, head)``, which returns the rows that see a
-    column tile.
+    """Make ``row_range(col0, rows_begin, rows_end, head)``, which returns the range of rows that
+    see the column tile at column ``col0``.
 
-    The tile begins at column ``col0``. Only rows from ``rows_begin`` to ``rows_end`` - 1 count. The
-    result is the first row of the first row tile that sees the column tile, and one past the last
-    row. If no row sees the column tile, the first number is not below the second.
+    Only the rows ``rows_begin`` to ``rows_end`` - 1 are considered. The result is the first row of
+    the first row tile that sees the column tile, and one past the last row. If no row sees the
+    column tile, the range is empty: the first number is at or past the second.
     """
     return _make_row_range(spec, takes_all=False)
 
 
 @cache
 def make_rows_of_pass(spec):
-    """Make ``rows_of_pass(col0, rows_begin, rows_end, head)``, which returns the rows of one pass
-    of FA-1.
+    """Make ``rows_of_pass(col0, rows_begin, rows_end, head)``, which returns the rows that FA-1's
+    pass over the column tile at column ``col0`` visits.
 
-    The pass is over the column tile at column ``col0``, in a block with the rows ``rows_begin`` to
-    ``rows_end`` - 1. The result is that of ``row_range``, except for column 0: the pass over column
-    0 visits all rows, because it initialises O, l and m, or dQ. If the kernel initialises them
-    before the loop (``features.initialises``), no pass is an exception.
+    The thread block has the rows ``rows_begin`` to ``rows_end`` - 1. Normally, the result for
+    column 0 is all these rows, because the first pass initialises O, l and m, or dQ. For all other
+    columns, the result is ``row_range``. If the kernel initialises these arrays before the loop
+    (``features.initialises``), the result is ``row_range`` for column 0, too.
     """
     return _make_row_range(spec, takes_all=not spec.features.initialises)
 
 
 @part
 def _make_row_range(spec, takes_all):
-    """Make ``row_range(col0, rows_begin, rows_end, head)``, which returns the rows that see a
-    column tile.
+    """Make ``row_range(col0, rows_begin, rows_end, head)``, which returns the range of rows that
+    see the column tile at column ``col0``.
 
-    If ``takes_all`` is true, the column tile at column 0 gets all rows from ``rows_begin`` to
-    ``rows_end``.
+    If ``takes_all`` is true, the result for column 0 is all rows: ``rows_begin`` and ``rows_end``.
     """
     Br, Bc, features = spec.Br, spec.Bc, spec.features
     causal, window, lengths = features.causal, features.window, features.lengths
@@ -163,12 +170,12 @@ def _make_row_range(spec, takes_all):
 
 @part
 def make_next_column(spec):
-    """Make ``next_column(j0, j_end, i0, head)``, which returns the next column tile that row tile
-    i0 visits.
+    """Make ``next_column(j0, j_end, i0, head)``, which returns the first column of the next column
+    tile that row tile i0 visits.
 
-    The search begins at column j0 itself. ``i0`` is the first row of the row tile. The result is
-    the first column of a tile that the block mask does not remove. It is at or past ``j_end`` if
-    there is none. Without a block mask it is j0.
+    The search begins at column tile j0 itself, and skips the tiles that the block mask removes. If
+    no column tile is left before ``j_end``, the result is at or past ``j_end``. Without a block
+    mask the result is j0.
     """
     Br, Bc, sparse = spec.Br, spec.Bc, spec.features.sparse
 
@@ -183,12 +190,12 @@ def make_next_column(spec):
 
 @part
 def make_next_row(spec):
-    """Make ``next_row(i0, i_end, j0, head)``, which returns the next row tile that visits column
-    tile j0.
+    """Make ``next_row(i0, i_end, j0, head)``, which returns the first row of the next row tile that
+    visits column tile j0.
 
-    The search begins at row i0 itself. ``j0`` is the first column of the column tile. The result is
-    the first row of a tile that the block mask does not remove. It is at or past ``i_end`` if there
-    is none. Without a block mask it is i0.
+    The search begins at row tile i0 itself, and skips the tiles that the block mask removes. If no
+    row tile is left before ``i_end``, the result is at or past ``i_end``. Without a block mask the
+    result is i0.
     """
     Br, Bc, sparse = spec.Br, spec.Bc, spec.features.sparse
 
@@ -203,16 +210,16 @@ def make_next_row(spec):
 
 @part
 def _make_first_of_heads(spec):
-    """Make ``first_of_heads(h, i0, head, j0, h_end, i_first, i_end)``, which returns the next visit
-    of a column tile.
+    """Make ``first_of_heads(h, i0, head, j0, h_end, i_first, i_end)``, which finds the next row
+    tile that visits column tile j0, in any query head of the block.
 
-    The search begins at row i0 of query head h. ``j0`` is the first column of the column tile. If
-    the block mask removes all remaining row tiles of head h, the search continues at row
-    ``i_first`` of the next head, before ``h_end``. A block with a single query head does not search
-    other heads.
+    The search begins at row tile i0 of query head h, and skips the tiles that the block mask
+    removes. If no row tile of head h is left, the search continues at row ``i_first`` of the next
+    query head. It ends before head ``h_end``. A block with a single query head searches only this
+    head.
 
-    The result is a head and the first row of a row tile. If there is no visit, the row is not below
-    ``i_end``, or the head is ``h_end``. Without a block mask the result is h and i0.
+    The result is a query head and the first row of a row tile. If no row tile is left, the row is
+    at or past ``i_end``, or the head is ``h_end``. Without a block mask the result is h and i0.
     """
     sparse, single, next_row = spec.features.sparse, spec.single_head, make_next_row(spec)
 
@@ -231,12 +238,12 @@ def _make_first_of_heads(spec):
 
 @part
 def make_first_visit(spec):
-    """Make ``first_visit(head, j0, h_end, i_first, i_end)``, which returns the first visit of a
-    column tile.
+    """Make ``first_visit(head, j0, h_end, i_first, i_end)``, which returns the first visit of
+    column tile j0.
 
-    The result is the query head and the first row of the row tile. ``head`` is the first of the
-    block's query heads, and ``h_end`` is one past the last. ``j0`` is the column tile's first
-    column. The row tiles of a head are in the range from ``i_first`` to ``i_end``.
+    A visit is a query head and the first row of a row tile. ``head`` is the block's first query
+    head, and ``h_end`` is one past the block's last query head. In each head, the row tiles are in
+    the range from row ``i_first`` to row ``i_end``.
     """
     first_of_heads = _make_first_of_heads(spec)
 
@@ -248,13 +255,13 @@ def make_first_visit(spec):
 
 @part
 def make_next_visit(spec):
-    """Make ``next_visit(h, i0, head, j0, h_end, i_first, i_end)``, which returns the visit after
-    (h, i0).
+    """Make ``next_visit(h, i0, head, j0, h_end, i_first, i_end)``, which returns the visit of
+    column tile j0 that comes after the visit (h, i0).
 
     A visit is a query head h and the first row i0 of a row tile. After the last row tile of a head
     comes the first row tile of the next head. If a block has a single query head
-    (``spec.single_head``), the result contains ``h`` unchanged, and ``i_first`` is not used. The
-    other arguments are those of ``first_visit``.
+    (``spec.single_head``), the result contains ``h`` unchanged, and ``i_first`` is not used.
+    ``make_first_visit`` explains the other arguments.
     """
     Br, single, sparse = spec.Br, spec.single_head, spec.features.sparse
     first_of_heads = _make_first_of_heads(spec)
@@ -272,8 +279,7 @@ def make_next_visit(spec):
 
 @part
 def make_columns_seen(spec):
-    """Make ``columns_seen(i0, head)``, which returns the columns that the row tile at row i0
-    visits.
+    """Make ``columns_seen(i0, head)``, which returns the range of columns that row tile i0 visits.
 
     The result is the first column of the first visited column tile, and one past the last column.
     """
@@ -289,12 +295,11 @@ def make_columns_seen(spec):
 
 @part
 def make_rows_seen(spec):
-    """Make ``rows_seen(j0, rows_begin, rows_end, head)``, which returns the rows of one pass of
-    FA-1.
+    """Make ``rows_seen(j0, rows_begin, rows_end, head)``, which returns the rows that FA-1's pass
+    over column tile j0 visits.
 
-    The pass is over the column tile at column j0, in a block with the rows ``rows_begin`` to
-    ``rows_end`` - 1. The result is the first row of the first visited row tile, and one past the
-    last row.
+    The thread block has the rows ``rows_begin`` to ``rows_end`` - 1. The result is the first row of
+    the first visited row tile, and one past the last row.
     """
     rows_of_pass, next_row = make_rows_of_pass(spec), make_next_row(spec)
 
@@ -307,9 +312,8 @@ def make_rows_seen(spec):
 
 @part
 def make_sees_more(spec):
-    """Make ``sees_more(i0, j0, head)``, which says whether a row tile visits a later column tile.
-
-    The row tile begins at row i0. Column tiles after the one at column j0 count as later.
+    """Make ``sees_more(i0, j0, head)``, which says whether row tile i0 visits any column tile after
+    column tile j0.
     """
     Br, Bc = spec.Br, spec.Bc
     column_range, next_column = make_column_range(spec), make_next_column(spec)
@@ -323,12 +327,13 @@ def make_sees_more(spec):
 
 @part
 def make_is_unseen(spec):
-    """Make ``is_unseen(i0, head)``, which says whether the kernel must initialise a row tile before
-    its loop.
+    """Make ``is_unseen(i0, head)``, which says whether the kernel must initialise row tile i0
+    before its loop.
 
-    This is so if no visit initialises O, l and m (or dQ) for some row of the tile at row i0. With a
-    block mask, such rows are in no visited tile, or past the valid length. Without a block mask the
-    kernel does not test this, and the result is true.
+    The kernel calls it only if the first pass can skip row tiles (``features.initialises``). With a
+    block mask, the result is true if no visit initialises O, l and m (or dQ) for some row of the
+    tile: no column tile is visited, or some rows are past the valid length. Without a block mask,
+    the result is always true.
     """
     Br, sparse, q_lens = spec.Br, spec.features.sparse, spec.features.q_lens
     columns_seen = make_columns_seen(spec)
@@ -345,11 +350,14 @@ def make_is_unseen(spec):
 
 @part
 def make_visit_ahead(spec):
-    """Make ``visit_ahead(i_next, i0, j0, head)``, which returns one word that describes a visit.
+    """Make ``visit_ahead(i_next, i0, j0, head)``, which returns one 32-bit word about the visit of
+    row tile i0 and column tile j0.
 
-    The visit is the one of row tile i0 and column tile j0. The word contains ``i_next``, the first
-    row of the row tile that comes after i0. Bit MORE says whether row tile i0 visits a later column
-    tile. Bit STARTS says whether j0 is the first column tile that row tile i0 visits.
+    | part of the word | meaning |
+    |---|---|
+    | number | ``i_next``: the first row of the row tile that comes after i0 |
+    | bit MORE | whether row tile i0 visits a column tile after j0 |
+    | bit STARTS | whether j0 is the first column tile that row tile i0 visits |
     """
     Br, Bc, column_range = spec.Br, spec.Bc, make_column_range(spec)
 
@@ -371,12 +379,13 @@ def make_visit_ahead(spec):
 
 @part
 def make_row_ahead(spec):
-    """Make ``row_ahead(i0, i_end, j0, head)``, which returns the word of the visit (i0, j0).
+    """Make ``row_ahead(i0, i_end, j0, head)``, which returns the word of ``visit_ahead`` for the
+    visit of row tile i0 and column tile j0.
 
-    The word is that of ``visit_ahead``. ``i_end`` is one past the last row of the pass. If i0 is at
-    or past ``i_end``, there is no visit, and the result must not be used. Without a block mask the
-    result is i0, which the functions that take a ``visit`` ignore. The part exists so that a kernel
-    can read the lists of a block mask early.
+    ``i_end`` is one past the last row of the pass. If i0 is at or past ``i_end``, there is no
+    visit, and the result must not be used. Without a block mask, the result is i0, and the
+    functions that take a word ``visit`` ignore it. By this function a kernel reads the lists of a
+    block mask early.
     """
     Br, Bc, sparse, visit_ahead = spec.Br, spec.Bc, spec.features.sparse, make_visit_ahead(spec)
 
@@ -393,22 +402,25 @@ def make_row_ahead(spec):
 
 @device_function
 def next_by(visit):
-    """Return the first row of the row tile that comes after a visit, from the visit's word."""
+    """Return the first row of the next row tile, from the word ``visit`` of ``visit_ahead``."""
     return uint32(visit & uint32(STARTS - 1))
 
 
 @device_function
 def more_by(visit):
-    """Return whether the row tile of a visit visits a later column tile, from the visit's word."""
+    """Return whether the row tile visits a later column tile, from the word ``visit`` of
+    ``visit_ahead``.
+    """
     return uint32(visit & uint32(MORE)) != uint32(0)
 
 
 @part
 def make_row_after(spec):
-    """Make ``row_after(visit, i0)``, which returns the row tile that is visited after the one at
-    row i0.
+    """Make ``row_after(visit, i0)``, which returns the first row of the row tile that is visited
+    after row tile i0.
 
-    With a block mask the result comes from the word ``visit``, otherwise it is i0 + Br.
+    With a block mask the result comes from the word ``visit`` of ``visit_ahead``. Otherwise it is
+    i0 + Br.
     """
     Br, sparse = spec.Br, spec.features.sparse
 
@@ -422,10 +434,11 @@ def make_row_after(spec):
 
 @part
 def make_row_sees_more(spec):
-    """Make ``row_sees_more(visit, i0, j0, head)``, which says whether a row tile visits a later
-    column tile.
+    """Make ``row_sees_more(visit, i0, j0, head)``, which says whether row tile i0 visits a column
+    tile after column tile j0.
 
-    With a block mask the result comes from the word ``visit``, otherwise from ``sees_more``.
+    With a block mask the result comes from the word ``visit`` of ``visit_ahead``. Otherwise it
+    comes from ``sees_more``.
     """
     sparse, sees_more = spec.features.sparse, make_sees_more(spec)
 
@@ -439,13 +452,17 @@ def make_row_sees_more(spec):
 
 @part
 def make_row_starts(spec):
-    """Make ``row_starts(visit, j0)``, which says whether a visit is the first one of its row tile
-    in FA-1.
+    """Make ``row_starts(visit, j0)``, which says whether a visit in FA-1 starts with new values of
+    O, l and m (or dQ).
 
-    The first visit of a row tile starts from O = 0, l = 0 and m = -inf (or dQ = 0), and does not
-    read them from global memory. With a block mask, the word ``visit`` says which visit is the
-    first. Without a block mask it is the visit in the pass over column 0, or no visit if the kernel
-    has initialised the arrays before its loop.
+    If the result is true, the visit starts from O = 0, l = 0 and m = -inf (or dQ = 0). Otherwise it
+    reads the values from global memory.
+
+    | case | when the result is true |
+    |---|---|
+    | block mask | in the first visit of the row tile, as the word ``visit`` says |
+    | no block mask, but ``features.initialises``: arrays are initialised before the loop | never |
+    | otherwise | in the pass over the column tile at column 0 |
     """
     sparse, initialises = spec.features.sparse, spec.features.initialises
 
@@ -461,12 +478,13 @@ def make_row_starts(spec):
 
 @part
 def make_share(spec):
-    """Make ``share(j0, j_end, split, options)``, which returns the columns of one key split.
+    """Make ``share(j0, j_end, split, options)``, which returns the range of columns of key split
+    number ``split``.
 
-    The columns from j0 to ``j_end`` are divided into complete tiles. Each of the
-    ``options.kv_splits`` splits gets an equal number of tiles, or one more. The result is the first
-    column of the split, and one past its last column. If there are fewer tiles than splits, some
-    splits get no column.
+    The columns from j0 to ``j_end`` - 1 are divided among ``options.kv_splits`` splits. A split
+    gets complete column tiles. All splits get an equal number of tiles, except that some get one
+    more. The result is the first column of the split, and one past its last column. If there are
+    fewer tiles than splits, some splits get no column.
     """
     Bc = spec.Bc
 
@@ -487,12 +505,11 @@ def make_share(spec):
 
 @part
 def make_share_of_columns(spec):
-    """Make ``share_of_columns(j0, j_end, split, i0, head)``, which returns the columns of one key
-    split.
+    """Make ``share_of_columns(j0, j_end, split, i0, head)``, which returns the range of columns of
+    key split number ``split`` for row tile i0.
 
-    The result is the first visited column of the split, and one past its last column. ``i0`` is the
-    first row of the row tile, which matters with a block mask. Without key splits the result is j0
-    and ``j_end``.
+    The result is the first visited column of the split, and one past its last column. Without key
+    splits the result is j0 and ``j_end``. ``i0`` is used only with a block mask.
     """
     share, next_column, splits = make_share(spec), make_next_column(spec), spec.features.splits
 

@@ -22,18 +22,18 @@ def conversions(dtype):
 
 
 def _row_length(spec):
-    """Return the number of elements in a row of the output: V's head dimension if it has its
-    own.
+    """Return the number of elements in a row of the output: ``spec.d_v``, or ``spec.head_dim`` if
+    the spec has no field d_v.
     """
     return getattr(spec, "d_v", spec.head_dim)
 
 
 @part
 def make_read_two(spec):
-    """Make ``read_two(T, row, col)``, which returns the elements at col and col + 1 of a 16-bit
-    row.
+    """Make ``read_two(T, row, col)``, which returns the elements at columns col and col + 1 of a
+    16-bit row as floats.
 
-    The result is two floats. The second is 0 if the row ends after ``col``.
+    If the row ends after column ``col``, the second result is 0.
     """
     d, aligned = _row_length(spec), spec.aligned
     _, unpack = conversions(spec.dtype)
@@ -51,12 +51,12 @@ def make_read_two(spec):
 
 @part
 def make_write_two(spec, cols_end=None):
-    """Make ``write_two(T, row, col, low, high)``, which writes ``low`` and ``high`` to col and col
-    + 1 of a row.
+    """Make ``write_two(T, row, col, low, high)``, which writes ``low`` and ``high`` to the columns
+    col and col + 1 of a row.
 
-    The values are rounded to 16 bits, or written as float32 if the kernel works with planes.
-    Elements past the end of the row are not written. ``cols_end`` is the length of T's rows, if it
-    differs from the output of ``spec``.
+    The values are rounded to 16 bits. If the kernel works with planes, they are written as float32.
+    Elements past the end of the row are not written. ``cols_end`` is the number of columns of T.
+    None means the number of columns of the output.
     """
     if spec.features.planes > 1:  # O of float32 matrices
         return _make_write_two_floats(spec, cols_end or _row_length(spec))
@@ -79,10 +79,10 @@ def make_write_two(spec, cols_end=None):
 
 @part
 def _make_write_two_floats(spec, d):
-    """Make ``write_two(T, row, col, low, high)``, which writes two neighbours of a float32 row.
+    """Make ``write_two(T, row, col, low, high)``, which writes ``low`` and ``high`` to the columns
+    col and col + 1 of a float32 row.
 
-    ``low`` goes to column ``col`` and ``high`` to col + 1. A row has ``d`` elements, and nothing is
-    written past its end.
+    A row has ``d`` elements, and nothing is written past its end.
     """
     aligned = spec.aligned
 
@@ -100,11 +100,11 @@ def _make_write_two_floats(spec, d):
 
 @part
 def make_read_floats(spec):
-    """Make ``read_floats(A, row, col, inside)``, which returns the elements at col and col + 1 of a
-    float32 row.
+    """Make ``read_floats(A, row, col, inside)``, which returns the elements at columns col and col
+    + 1 of a float32 row.
 
-    Both are 0 if ``inside`` is false, and elements past the end of the row are 0. The rows must
-    start at 8-byte addresses. No memory past the end of a row is read.
+    Rows must start at 8-byte addresses, so that one load reads both elements. If ``inside`` is
+    false, both results are 0. Elements past the end of the row are 0 and are not read.
     """
     head_dim = _row_length(spec)
     odd = head_dim % 2 == 1
@@ -120,10 +120,13 @@ def make_read_floats(spec):
 
 @part
 def make_read_sums(spec):
-    """Make ``read_sums(O, row, col, inside)``, which works as ``read_floats``.
+    """Make ``read_sums(O, row, col, inside)``, which returns the elements at columns col and col +
+    1 of a float32 row of O.
 
-    If the kernel works with planes and the spec is not ``aligned``, the rows of O can start at any
-    address.
+    Normally it is ``read_floats``, which needs rows that start at 8-byte addresses. Kernels that
+    work with planes read the user's own array O, whose rows can start at any address. If the spec
+    is not ``aligned``, the function then reads the two elements one by one. In all cases the
+    results are 0 if ``inside`` is false, and past the end of the row.
     """
     head_dim = _row_length(spec)
     if spec.features.planes == 1 or spec.aligned:
@@ -142,10 +145,10 @@ def make_read_sums(spec):
 
 @part
 def make_write_floats(spec):
-    """Make ``write_floats(A, row, col, inside, low, high)``, which writes two neighbours of a
-    float32 row.
+    """Make ``write_floats(A, row, col, inside, low, high)``, which writes ``low`` and ``high`` to
+    the columns col and col + 1 of a float32 row.
 
-    Nothing is written if ``inside`` is false, and no element past the end of the row is written.
+    If ``inside`` is false, nothing is written. Elements past the end of the row are not written.
     """
     head_dim = _row_length(spec)
     odd = head_dim % 2 == 1
@@ -160,12 +163,14 @@ def make_write_floats(spec):
 
 @part
 def write_pairs_of(spec, pairs, place):
-    """Make ``write_sums(rT, A, row0, rows_end, own)``, which writes a thread's part of a tile in
-    float32.
+    """Make ``write_sums(rT, A, row0, rows_end, own)``, which writes a thread's part of a tile to A
+    in float32.
 
-    ``place(row0, rows_end, own)`` returns the row and column of the thread's first element, and the
-    number of rows from there to the end. Pair number e of the registers rT belongs ``pairs[e]`` =
-    (rows, columns) after the first element. ``own`` is what ``place`` needs to identify the thread.
+    - ``place(row0, rows_end, own)`` returns the row and the column of the thread's first element,
+      and the number of rows from this row to ``rows_end``.
+    - ``pairs[e]`` is the position (rows, columns) of pair number e, relative to the first element.
+      The pair is in the registers 2 e and 2 e + 1 of rT.
+    - ``own`` is any value by which ``place`` identifies the thread.
     """
     write_floats = make_write_floats(spec)
 
@@ -181,10 +186,10 @@ def write_pairs_of(spec, pairs, place):
 @part
 def write_rounded_of(spec, pairs, place):
     """Make ``write_rounded(rT, T, factor, row0, rows_end, own)``, which writes ``factor`` times a
-    thread's part of a tile.
+    thread's part of a tile to T.
 
-    The values are rounded to the dtype of T. ``pairs``, ``place`` and ``own`` are those of
-    ``write_pairs_of``.
+    The values are rounded to the dtype of T. ``write_pairs_of`` explains ``pairs``, ``place`` and
+    ``own``.
     """
     write_two = make_write_two(spec)
 
@@ -201,10 +206,10 @@ def write_rounded_of(spec, pairs, place):
 
 @part
 def make_add_two(spec):
-    """Make ``add_two(T, row, col, inside, low, high)``, which adds to two neighbours of a row
-    atomically.
+    """Make ``add_two(T, row, col, inside, low, high)``, which adds ``low`` and ``high`` to the
+    columns col and col + 1 of a row atomically.
 
-    Nothing is added if ``inside`` is false, or past the end of the row.
+    If ``inside`` is false, nothing is added. Nothing is added past the end of the row.
     """
     head_dim = _row_length(spec)
     odd = head_dim % 2 == 1

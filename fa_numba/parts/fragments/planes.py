@@ -32,11 +32,13 @@ _LEAST, _MOST = float32(2.0**-100), float32(2.0**126)
 
 @part
 def make_units(spec):
-    """Make ``units(scale, head)``, which returns two factors that undo the scaling of planes.
+    """Make ``units(scale, head)``, which returns two factors: one for the scores and one for the
+    output.
 
-    The first factor turns the product Q KT of the planes into ``scale`` times the scores. The
-    second factor turns P V into the output. With dropout, it also contains 1 / (1 - dropout_p).
-    Without planes the results are ``scale`` and 1.
+    The first factor is multiplied by the product Q KT of planes, and gives ``scale`` times the
+    scores. The second factor is multiplied by the product P V of planes, and gives the output. With
+    dropout, the second factor contains 1 / (1 - dropout_p). If the kernel does not work with
+    planes, the results are ``scale`` and 1.
     """
     scaled, packed = spec.features.scaled, spec.features.packed
     drops = spec.features.dropout and spec.planes > 1
@@ -78,9 +80,10 @@ def make_split(dtype, planes):
 
 @part
 def _make_split(dtype, planes):
-    """Make the function that ``make_split`` describes.
+    """Make the function ``split`` that ``make_split`` describes.
 
-    It stores one plane, and calls the next function of this kind for the rest.
+    One function stores the first of ``planes`` planes. It then calls a further function, made by
+    this factory too, for the remaining planes.
     """
     pack, unpack = conversions(dtype)
     rest = _make_split(dtype, planes - 1) if planes > 1 else _nothing
@@ -100,19 +103,21 @@ def _nothing(a, b, c, d, e):
 
 
 def pairs_of_planes(planes):
-    """Return the pairs (i, j) of planes of A and B whose products are computed.
+    """Return the pairs (i, j) for which the product of plane i of A and plane j of B is computed.
 
-    The pairs come in the order of the size of their products, from the smallest to the largest.
+    The pairs with the smallest products come first, and the pair with the largest product comes
+    last.
     """
     return [(i, n - i) for n in range(planes - 1, -1, -1) for i in range(n + 1)]
 
 
 @part
 def make_score_factor(spec):
-    """Make ``score_factor(scale, head)``, which returns the factor from the product Q KT to
-    ``scale`` times the scores.
+    """Make ``score_factor(scale, head)``, which returns the factor by which the product Q KT is
+    multiplied.
 
-    The factor undoes the powers of two of scaled planes. Without scaled planes it is ``scale``.
+    The result of the multiplication is ``scale`` times the scores. With scaled planes, the factor
+    also undoes the powers of two of Q and K. Otherwise it is ``scale``.
     """
     scaled, packed = spec.features.scaled, spec.features.packed
 

@@ -14,8 +14,8 @@ from fa_numba.parts.namespace import part
 
 @cache
 def make_write_rows(spec):
-    """Make ``write_rows(rO, O, row0, rows_end, thread)``, which writes a thread's part of O,
-    rounded.
+    """Make ``write_rows(rO, O, row0, rows_end, thread)``, which rounds a thread's part of a tile of
+    O and writes it to global memory.
 
     The tile begins at row ``row0`` of O. Rows at or past ``rows_end`` are not written.
     """
@@ -24,10 +24,11 @@ def make_write_rows(spec):
 
 @part
 def write_halves(spec, cols_end=None):
-    """Make ``write_rows(rO, O, row0, rows_end, thread)``, which writes a thread's part of a tile,
-    rounded.
+    """Make ``write_rows(rO, O, row0, rows_end, thread)``, which rounds a thread's part of a tile
+    and writes it to global memory.
 
-    ``cols_end`` is the length of O's rows, if it differs from the output of ``spec``.
+    ``make_write_rows`` explains the arguments. ``cols_end`` is the number of columns of O. None
+    means the number of columns of the output.
     """
     TM, DN4, STEP = spec.TM, 4 * spec.DN, spec.row_step
     write_two, owns = make_write_two(spec, cols_end), make_owns(spec)

@@ -19,13 +19,14 @@ from fa_numba.parts.namespace import part
 
 @dataclass(frozen=True)
 class ChunkMap:
-    """Which chunks of a tile each thread copies.
+    """Which chunks of a tile each thread copies. A chunk is eight 16-bit elements of a row.
 
-    The tile has ``rows`` rows of ``chunks`` chunks, and ``threads`` threads copy it in turns. In
-    one turn, each thread copies one chunk, and the threads together cover ``width`` neighbouring
-    chunks of ``down`` rows. ``width`` divides both ``chunks`` and ``threads``. The distance of a
-    thread's n-th chunk from its first is therefore a constant: ``n // along * down`` rows below and
-    ``n % along * right`` elements to the right.
+    The tile has ``rows`` rows of ``chunks`` chunks. The copy takes several turns. In one turn, each
+    of the ``threads`` threads copies one chunk. Together they copy a rectangle: ``width``
+    neighbouring chunks in each of ``down`` rows. ``width`` divides both ``chunks`` and ``threads``.
+
+    Therefore the thread's n-th chunk has a constant distance from its first chunk:
+    ``n // along * down`` rows below and ``n % along * right`` elements to the right.
     """
 
     rows: int
@@ -34,33 +35,33 @@ class ChunkMap:
 
     @property
     def width(self):
-        """Number of neighbouring chunks of a row that one turn copies."""
+        """Number of neighbouring chunks in a row that the threads copy in one turn."""
         return gcd(self.chunks, self.threads)
 
     @property
     def along(self):
-        """Number of turns that copy one row completely."""
+        """Number of turns after which a row is complete: its chunks divided by ``width``."""
         return self.chunks // self.width
 
     @property
     def down(self):
-        """Number of rows of which one turn copies chunks."""
+        """Number of rows in which the threads copy chunks in one turn."""
         return self.threads // self.width
 
     @property
     def right(self):
-        """Number of neighbouring elements of a row that one turn copies: 8 ``width``."""
+        """Number of neighbouring elements in a row that the threads copy in one turn."""
         return 8 * self.width
 
     @property
     def turns(self):
-        """Number of turns for the complete tile."""
+        """Number of turns after which the tile is complete."""
         return ceil_div(self.rows, self.down) * self.along
 
     @property
     def whole(self):
-        """Whether every thread has a chunk in every turn, because the last turn ends with the last
-        row.
+        """Whether every thread copies a chunk in every turn. This is so if ``down`` divides
+        ``rows``.
         """
         return self.rows % self.down == 0
 
@@ -85,8 +86,8 @@ def make_first_chunk(chunks):
 def make_turn(chunks):
     """Make ``turn(n)``, which returns the distance of a thread's n-th chunk from its first chunk.
 
-    The result is a number of rows below and a number of elements to the right. ``chunks`` is a
-    ``ChunkMap``.
+    The result is two numbers: the rows from the first chunk downwards, and the elements from the
+    first chunk to the right. ``chunks`` is a ``ChunkMap``.
     """
     along, down, right = chunks.along, chunks.down, chunks.right
 
@@ -98,12 +99,12 @@ def make_turn(chunks):
 
 @part
 def make_load_row(threads, resident):
-    """Make ``load_row(sRow, T, row, cols_end)``, which starts to copy this thread's chunks of a row
-    to sRow.
+    """Make ``load_row(sRow, T, row, cols_end)``, which starts to copy a row of T to shared memory
+    sRow.
 
-    The ``threads`` threads of a block take the chunks of the row in turns. Elements at or past
-    ``cols_end`` are not read. ``resident`` says whether the kernel keeps rows in shared memory. If
-    not, ``load_row`` does nothing.
+    Each thread copies its own chunks of the row, one in each turn. ``threads`` is the number of
+    threads in a block. Elements at or past column ``cols_end`` are not read. If ``resident`` is
+    false, the kernel keeps no rows in shared memory, and ``load_row`` does nothing.
     """
 
     def load_row(sRow, T, row, cols_end):
@@ -120,10 +121,11 @@ def make_load_row(threads, resident):
 @part
 def make_read_chunk(dtype, resident):
     """Make ``read_chunk(r, sRow, T, row, col, cols_end)``, which reads the chunk at column ``col``
-    into r.
+    of a row into the registers r.
 
-    ``r: (8,)`` are float32 registers. Elements at or past ``cols_end`` become 0. If ``resident``,
-    the chunk comes from shared memory sRow, where ``load_row`` has stored it, otherwise from T.
+    ``r: (8,)`` are float32 registers. Elements at or past column ``cols_end`` become 0. If
+    ``resident`` is true, the chunk comes from shared memory sRow, where ``load_row`` has stored the
+    row. Otherwise it comes from T in global memory.
     """
     _, unpack = conversions(dtype)
 

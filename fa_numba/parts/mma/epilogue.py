@@ -20,12 +20,12 @@ from fa_numba.tiling.mma_rows import CHUNK
 
 @part
 def make_write_tile(spec):
-    """Make ``write_tile(rO, sO, O, warp_row, row0, rows_end, thread)``, which writes a warp's rows
-    of O, rounded.
+    """Make ``write_tile(rO, sO, O, warp_row, row0, rows_end, thread)``, which rounds a warp's rows
+    of O and writes them to global memory.
 
-    The tile begins at row ``row0``, and the warp's rows at row ``warp_row`` of the tile. If
-    possible (``spec.stores_wide``), the rows go through the warp's rows of shared memory sO, so
-    that each store to global memory moves 16 bytes. No other warp may use these rows.
+    The tile begins at row ``row0`` of O. The warp's rows begin at row ``warp_row`` of the tile.
+    With ``spec.stores_wide``, the rows go through the warp's rows of shared memory sO, so that each
+    store to global memory moves 16 bytes. No other warp may use these rows of sO.
     """
     if spec.tile_heads > 1:
         return _write_tile_of_heads(spec)
@@ -48,11 +48,11 @@ def make_write_tile(spec):
 
 @part
 def _write_tile_of_heads(spec):
-    """Make ``write_tile(rO, sO, O, warp_row, i0, rows_end, thread)`` for tiles that several heads
-    share.
+    """Make the function ``write_tile(rO, sO, O, warp_row, i0, rows_end, thread)`` that
+    ``make_write_tile`` describes, for tiles that several heads share.
 
-    ``O: (rows, heads, d)`` contains the rows of all query heads that share the tile, and i0 is the
-    first row of each head. ``sO`` and ``warp_row`` are not used.
+    ``O: (rows, heads, d)`` contains the rows of all query heads that share the tile. ``i0`` is the
+    first row of the tile in each head. ``sO`` and ``warp_row`` are not used.
     """
     TM, DN4, STEP, heads = spec.TM, 4 * spec.DN, spec.row_step, spec.tile_heads
     write_two = make_write_two(spec)
@@ -72,18 +72,21 @@ def _write_tile_of_heads(spec):
 
 @part
 def make_write_values(spec):
-    """Make ``write_values(rv, V, i0, rows_end, thread)``, which writes one value for each of a
-    thread's rows.
+    """Make ``write_values(rv, V, i0, rows_end, thread)``, which writes one value for each row of S
+    that the thread holds.
 
-    ``rv: (TM,)`` are registers. One of the lanes that share a row writes the value. If several
-    heads share the tile, ``V: (rows, heads)``, otherwise ``V: (rows,)``.
+    ``rv: (TM,)`` are registers. Several lanes share a row, and one of these lanes writes the row's
+    value. ``V: (rows,)`` is an array of one head, or ``V: (rows, heads)`` if several heads share
+    the tile.
     """
     return make_write(spec) if spec.tile_heads == 1 else _write_values_of_heads(spec)
 
 
 @part
 def _write_values_of_heads(spec):
-    """Make ``write_values(rv, V, i0, rows_end, thread)`` for tiles that several heads share."""
+    """Make the function ``write_values(rv, V, i0, rows_end, thread)`` that ``make_write_values``
+    describes, for tiles that several heads share.
+    """
     TM, STEP, heads = spec.TM, spec.row_step, spec.tile_heads
 
     def write_values(rv, V, i0, rows_end, thread):
@@ -120,12 +123,13 @@ def _make_store_rows(TM, rows, STEP, dtype):
 
 @part
 def _make_write_whole(count, rows, uneven):
-    """Make ``write_whole(sT, T, warp_row, row0, rows_end, col0, cols_end)``, which writes a warp's
-    rows of a tile.
+    """Make ``write_whole(sT, T, warp_row, row0, rows_end, col0, cols_end)``, which copies a warp's
+    rows of a tile from shared memory to global memory.
 
-    The warp's ``count`` rows begin at row ``warp_row`` of the tile sT in shared memory. The tile
-    goes to (row0, col0) of T. Neighbouring lanes write neighbouring 16 bytes, and the rows of T
-    must start at 16-byte addresses. ``uneven`` says that ``cols_end`` need not be a multiple of 8.
+    The warp has ``count`` rows, from row ``warp_row`` of the tile sT on. The tile goes to (row0,
+    col0) of T. ``rows`` is the layout of the tile in shared memory. Neighbouring lanes write
+    neighbouring 16 bytes, and the rows of T must start at 16-byte addresses. ``uneven`` must be
+    true if ``cols_end`` can be a number that is not a multiple of 8.
     """
     chunks = ChunkMap(count, rows.columns // CHUNK, 32)
     assert chunks.whole, "the next warp's rows begin where these end"
@@ -168,19 +172,20 @@ def _make_write_whole(count, rows, uneven):
 
 @cache
 def make_store_scores(spec):
-    """Make ``store_scores(sS, rS, thread)``, which stores a thread's part of S, rounded, in shared
-    memory ``sS: (Br, Bc)``.
+    """Make ``store_scores(sS, rS, thread)``, which rounds a thread's part of S to 16 bits and
+    stores it in shared memory ``sS: (Br, Bc)``.
     """
     return _make_store_rows(spec.TM, spec.rows_s, spec.row_step, spec.dtype)
 
 
 @part
 def make_times_scores(spec):
-    """Make ``times_scores(rS, S, row0, rows_end, col0, cols_end, thread)``, which multiplies rS by
-    a tile of S.
+    """Make ``times_scores(rS, S, row0, rows_end, col0, cols_end, thread)``, which multiplies the
+    registers rS by a tile of the array S.
 
-    rS holds derivatives of the scores. The tile of the array S in global memory holds dS, and
-    begins at (row0, col0) of S. Elements at or past ``rows_end`` or ``cols_end`` are not changed.
+    Before the call, rS holds derivatives of the scores, and the array S in global memory contains
+    dS. The tile begins at (row0, col0) of S. Registers of elements at or past ``rows_end`` or
+    ``cols_end`` are not changed.
     """
     TM, TN, STEP = spec.TM, spec.TN, spec.row_step
     _, unpack = conversions(spec.dtype)
@@ -200,18 +205,17 @@ def make_times_scores(spec):
 
 @cache
 def make_write_scores(spec):
-    """Make ``write_scores(sS, S, warp_row, row0, rows_end, col0, cols_end)``, which writes a warp's
-    rows of S.
+    """Make ``write_scores(sS, S, warp_row, row0, rows_end, col0, cols_end)``, which copies a warp's
+    rows of S from shared memory sS to global memory.
 
-    The rows come from shared memory sS, where ``store_scores`` has stored them. The arguments are
-    those of ``_make_write_whole``.
+    ``store_scores`` has stored these rows in sS. ``_make_write_whole`` explains the arguments.
     """
     return _make_write_whole(8 * spec.TM, spec.rows_s, True)
 
 
 @cache
 def make_write_split(spec):
-    """Make ``write_split``, which writes O, l and m of a key split.
+    """Make ``write_split``, which writes O, l and m of a key split to global memory.
 
     ``split_epilogue.writes_split`` explains the arguments.
     """

@@ -1,8 +1,9 @@
 """The state that FlashAttention-1 passes through global memory on tensor cores: O, l and m of a row
 tile.
 
-Between the passes, O is in float32 (``A``). The last pass of a row tile rounds it to O. With
-planes, the output is float32, and O itself holds the state.
+Between the passes, O is stored in float32 in the array ``A``. The last pass of a row tile rounds O
+to 16 bits and writes it to the array ``O``. If the kernel works with planes, the output is float32.
+Then O is stored in the array ``O`` between the passes, too.
 """
 
 from fa_numba.device import uint32
@@ -17,14 +18,21 @@ from fa_numba.parts.visits import make_is_unseen, make_row_sees_more, make_row_s
 
 @part
 def make_initialise(spec):
-    """Make ``initialise(rO, rl, rm, state, row0, rows_end, head, thread)``, which initialises O, l
-    and m.
+    """Make ``initialise(rO, rl, rm, state, row0, rows_end, head, thread)``, which writes the first
+    values of O, l and m to global memory, before the loops of the kernel begin.
 
-    It writes O = 0, l = 0 and m = -inf to global memory, or l = 1 and m = s with a sink s. The
-    zeros go to the array O, and also to A if the first visit of a row tile reads A (without a block
-    mask and without planes). It does this for the row tiles from ``row0`` to ``rows_end`` that no
-    visit initialises. If the first pass initialises all row tiles, it does nothing. ``rO``, ``rl``
-    and ``rm`` are registers that it may overwrite.
+    The values are O = 0, l = 0 and m = -inf. With a sink s, they are O = 0, l = 1 and m = s.
+    Normally the function does nothing, because the first pass over K/V initialises O, l and m. With
+    a window, ``q_lens`` or a block mask, the first pass can skip row tiles, and the function
+    writes:
+
+    | case | row tiles | arrays of O |
+    |---|---|---|
+    | no block mask | all | ``O``, and without planes also ``A`` |
+    | block mask | those with rows that no visit initialises | ``O`` |
+
+    The row tiles are those from row ``row0`` to row ``rows_end`` - 1 of the head. ``rO``, ``rl``
+    and ``rm`` are registers that the function may overwrite.
     """
     Br, start, initialises = spec.Br, make_start(spec), spec.features.initialises
     is_unseen = make_is_unseen(spec)
@@ -51,10 +59,11 @@ def make_initialise(spec):
 @part
 def make_read_state(spec):
     """Make ``read_state(rO, rl, rm, state, visit, tile, rows_end)``, which reads O, l and m of a
-    row tile.
+    row tile from global memory into registers.
 
-    If the visit is the first one of the row tile, it reads nothing. It then sets O = 0, l = 0 and m
-    = -inf, or l = 1 and m = s with a sink s.
+    If global memory contains no state of the row tile yet, the function reads nothing. It then sets
+    O = 0, l = 0 and m = -inf. With a sink s, it sets O = 0, l = 1 and m = s.
+    ``visits.make_row_starts`` finds this case from the word ``visit``.
     """
     row_starts, read_fragments = make_row_starts(spec), make_read_fragments(spec)
     in_place = spec.planes > 1
@@ -77,10 +86,10 @@ def make_read_state(spec):
 @part
 def make_write_state(spec):
     """Make ``write_state(rO, rl, rm, state, visit, tile, rows_end)``, which writes O, l and m of a
-    row tile.
+    row tile to global memory.
 
-    O goes to A in float32 if the row tile visits a later column tile. Otherwise it is rounded and
-    goes to O.
+    If the row tile visits a later column tile, O goes to the array ``A`` in float32. Otherwise O is
+    rounded and goes to the array ``O``.
     """
     sees_more = make_row_sees_more(spec)
     write_rows, write_fragments = make_write_rows(spec), make_write_fragments(spec)

@@ -1,10 +1,11 @@
-"""Fragments of 16 x 16 elements, loaded from shared memory to registers by ``ldmatrix``.
+"""Fragments of 16 x 16 elements, which ``ldmatrix`` loads from shared memory to registers.
 
-The products ``mma`` need their operands as fragments. Warp w computes the rows from 16 R w on of a
-row tile, that is R fragments of 16 rows, and all columns. If the warps split the keys, each warp
-computes all rows, and the columns from ``warp_column()`` on. Element (i, j) of a thread's part of S
-is in register i TN + j. It is in row ty + 8 i, so that the rows 2 r and 2 r + 1 of a thread belong
-to fragment r.
+The products ``mma`` need their operands as fragments. Normally, warp w computes all columns of S
+and the 16 R rows from row 16 R w on, which are R fragments. If the warps split the keys, each warp
+computes all rows of S, and the columns from ``warp_column()`` on.
+
+A thread holds the row ty + 8 i of S in its registers i TN to i TN + TN - 1. The thread's rows
+number 2 r and 2 r + 1 belong to fragment r.
 """
 
 from fa_numba.device import cuda, uint32
@@ -15,18 +16,19 @@ from fa_numba.parts.namespace import part
 
 @part
 def make_place(rows, carries=False):
-    """Make ``place(rows_first, col0)``, which returns the index in shared memory at which this lane
-    points.
+    """Make ``place(rows_first, col0)``, which returns the index of the row of shared memory that
+    this lane passes to ``ldmatrix``.
 
-    ``ldmatrix`` reads four tiles of 8 x 8 elements, and lane 8 t + r points at row r of tile t. The
-    four tiles begin at column ``col0`` of a tile in shared memory with the layout ``rows``.
+    ``ldmatrix`` reads four tiles of 8 x 8 elements. Lane 8 t + r passes the address of row r of
+    tile t. The four tiles begin at column ``col0`` of a larger tile, which has the layout ``rows``
+    in shared memory:
 
     | ``rows_first`` | tiles 0 and 1 | tiles 2 and 3 |
     |---|---|---|
     | true | one above the other | to the right of tiles 0 and 1 |
     | false | next to each other | below tiles 0 and 1 |
 
-    If ``carries``, the index is without the swizzle, as ``make_further`` needs it.
+    With ``carries``, the index does not contain the swizzle. ``make_further`` then adds it.
     """
     pitch, exchange = rows.pitch, make_exchange(rows)
 
@@ -46,11 +48,11 @@ def make_place(rows, carries=False):
 
 @part
 def make_load_fragment(spec):
-    """Make ``load_fragment(rQ, sQ, at, r, k)``, which loads one 16 x 16 fragment of Q into the
-    registers rQ.
+    """Make ``load_fragment(rQ, sQ, at, r, k)``, which loads one fragment of 16 x 16 elements of Q
+    into the registers rQ.
 
-    The fragment is number r along the rows and number k along the columns. ``at`` is the index of
-    ``place`` for the first fragment.
+    The fragment has the rows from 16 r on and the columns from 16 k on, relative to the warp's
+    first fragment. ``at`` is the index in sQ that ``place`` returns for the first fragment.
     """
     K, further = spec.planes * spec.DK, make_further(spec.rows)
 

@@ -1,7 +1,11 @@
 """Parts of the backward pass on tensor cores: dQ, dK and dV in registers and global memory.
 
-S and dP are transposed in registers. Each warp computes its own part of dK and dV: its own rows, or
-with two warps for the same rows, half of their columns. The warps share the row tile of dQ.
+Registers hold the transposed S and dP. Each warp computes its own rows of dK and dV. If two warps
+have the same rows, each of them computes half of the columns. All warps together compute the row
+tile of dQ.
+
+A large dQ does not fit into the registers and is computed in ``spec.query_turns`` = 2 turns. An
+argument ``turn`` is the number of the turn, 0 or 1.
 """
 
 from functools import cache
@@ -31,13 +35,13 @@ from fa_numba.parts.visits import make_is_unseen, make_row_sees_more, make_row_s
 
 @part
 def make_query_place(spec):
-    """Make ``query_place(row0, rows_end, turn)``, which returns where this thread's part of dQ
-    begins.
+    """Make ``query_place(row0, rows_end, turn)``, which returns the position in the array dQ at
+    which this thread's part begins.
 
-    The result is the row and the column of the first element in the array, and the number of rows
-    from there to ``rows_end``. ``turn`` is 0 or 1, because a large dQ is computed in
-    ``spec.query_turns`` turns. ``_query_pairs`` gives the distances of the other elements from the
-    first.
+    The row tile begins at row ``row0``. The result is the row and the column of the thread's first
+    element, and the number of rows from this row to ``rows_end``. ``_query_pairs`` gives the
+    positions of the other elements relative to the first. ``turn`` is 0 or 1, the number of the
+    turn (``spec.query_turns``).
     """
     R, ALONG = spec.query_fragments, spec.chunk_warps
 
@@ -52,10 +56,11 @@ def make_query_place(spec):
 
 
 def _query_pairs(spec):
-    """Return the distance, in rows and columns, of each pair of a thread's dQ from its first
-    element.
+    """Return the position of each of a thread's pairs of elements of dQ, relative to the thread's
+    first element.
 
-    Pair number e consists of the registers 2 e and 2 e + 1.
+    A position is (rows, columns). Pair number e consists of the registers 2 e and 2 e + 1, which
+    hold two neighbouring elements of a row.
     """
     R, C, STEP = spec.query_fragments, spec.query_chunks, spec.chunk_step
     return tuple(
@@ -81,11 +86,12 @@ def make_start_dq(spec):
 
 @part
 def make_add_dq(spec):
-    """Make ``add_dq(rdQ, sdS, sK, A, row0, rows_end)``, which adds this warp's part of dQ to A
-    atomically.
+    """Make ``add_dq(rdQ, sdS, sK, A, row0, rows_end)``, which adds this warp's part of dQ to the
+    float32 sum A atomically.
 
-    If dQ is computed in two turns, rdQ holds the first turn. ``add_dq`` then also computes and adds
-    the second turn, from sdS and sK.
+    The row tile begins at row ``row0`` of A. If dQ is computed in two turns, rdQ contains the
+    result of the first turn. The function then also computes the second turn from dS in sdS and K
+    in sK, and adds it to A.
     """
     pairs, place = _query_pairs(spec), make_query_place(spec)
     add_two, start_dq, dq = make_add_two(spec), make_start_dq(spec), make_dq(spec)
@@ -112,10 +118,11 @@ def make_add_dq(spec):
 @part
 def make_read_dq(spec):
     """Make ``read_dq(rdQ, A, visit, tile, rows_end, turn)``, which reads this warp's part of dQ
-    from A.
+    from the float32 sum A.
 
-    Rows at or past ``rows_end`` become 0. If the visit is the first one of the row tile, all rows
-    become 0, and nothing is read. ``turn`` is that of ``query_place``.
+    Rows at or past ``rows_end`` become 0. If A contains no values of the row tile yet, rdQ is set
+    to 0 and nothing is read. ``visits.make_row_starts`` finds this from the word ``visit``.
+    ``turn`` is the argument of ``query_place``.
     """
     row_starts = make_row_starts(spec)
     pairs, place = _query_pairs(spec), make_query_place(spec)
@@ -140,10 +147,15 @@ def make_write_dq(spec):
     """Make ``write_dq(rdQ, operands, results, scale, visit, tile, rows_end)``, which writes this
     warp's part of dQ in FA-1.
 
-    ``results`` is the pair (A, dQ) of arrays. The part goes to A in float32 if the row tile visits
-    a later column tile. Otherwise ``scale`` times the part is rounded and goes to dQ. If dQ is
-    computed in two turns, the function also computes and writes the second turn, from ``operands``,
-    the pair (sdS, sK).
+    ``results`` is the pair (A, dQ) of arrays:
+
+    | case | what is written |
+    |---|---|
+    | the row tile visits a later column tile | the part, in float32, to A |
+    | otherwise | ``scale`` times the part, rounded to the dtype of dQ, to dQ |
+
+    If dQ is computed in two turns, rdQ contains the first turn. The function then also computes the
+    second turn from ``operands``, the pair (sdS, sK) of tiles, and writes it.
     """
     write_sums, write_rounded = _make_write_sums(spec), _make_write_rounded(spec)
     read_dq, dq, twice = make_read_dq(spec), make_dq(spec), spec.query_turns > 1
@@ -171,11 +183,18 @@ def make_write_dq(spec):
 @part
 def make_initialise_dq(spec):
     """Make ``initialise_dq(rdQ, A, dQ, scale, first, heads, row0, rows_end)``, which writes dQ = 0
-    in FA-1.
+    for some row tiles in FA-1, before the loops of the kernel begin.
 
-    It writes to A and dQ, for the row tiles from ``row0`` to ``rows_end`` that no visit
-    initialises, in ``heads`` query heads from ``first`` on. With a block mask it writes only to dQ.
-    If the first pass initialises all row tiles, it does nothing.
+    Normally it does nothing, because the first pass over K/V initialises dQ. With a window,
+    ``q_lens`` or a block mask, the first pass can skip row tiles, and the function writes zeros:
+
+    | case | row tiles | arrays |
+    |---|---|---|
+    | no block mask | all | the float32 sum A, and dQ |
+    | block mask | those with rows that no visit initialises | dQ |
+
+    The row tiles are those from row ``row0`` to row ``rows_end`` - 1 of the block's ``heads`` query
+    heads. ``first`` is the ``Head`` of the first one. ``rdQ`` are registers that are overwritten.
     """
     is_unseen, sparse = make_is_unseen(spec), spec.features.sparse
     Br, initialises, start_dq = spec.Br, spec.features.initialises, make_start_dq(spec)
@@ -210,17 +229,17 @@ def _make_write_sums(spec):
     """Make ``write_sums(rdQ, A, row0, rows_end, turn)``, which writes a warp's part of dQ to A in
     float32.
 
-    ``turn`` is that of ``query_place``.
+    The row tile begins at row ``row0``. ``turn`` is the argument of ``query_place``.
     """
     return write_pairs_of(spec, _query_pairs(spec), make_query_place(spec))
 
 
 @cache
 def _make_write_rounded(spec):
-    """Make ``write_rounded(rdQ, dQ, factor, row0, rows_end, turn)``, which writes ``factor`` times
-    a warp's part of dQ, rounded.
+    """Make ``write_rounded(rdQ, dQ, factor, row0, rows_end, turn)``, which multiplies a warp's part
+    of dQ by ``factor``, rounds it to the dtype of dQ, and writes it.
 
-    ``turn`` is that of ``query_place``.
+    The row tile begins at row ``row0``. ``turn`` is the argument of ``query_place``.
     """
     return write_rounded_of(spec, _query_pairs(spec), make_query_place(spec))
 
@@ -247,10 +266,10 @@ def make_warp_and_thread(spec):
 
 @device_function
 def column_thread(warp, thread):
-    """Return the ``Thread`` that says which part of dK and dV a thread holds.
+    """Return the ``Thread`` record for dK and dV: it says which of their elements a thread holds.
 
-    ``warp`` and ``thread`` are the results of ``warp_and_thread``. The rows of dK and dV are the
-    columns of S, so that ``thread.tx`` decides them.
+    ``warp`` and ``thread`` are the results of ``warp_and_thread``. A row of dK and dV is a column
+    of S. Therefore ``thread.tx`` decides the rows of dK and dV that the thread holds.
     """
     lane = uint32(cuda.threadIdx.x) % uint32(32)
     return Thread(thread.tx, uint32(warp.chunk // uint32(2) + lane % uint32(4)))
@@ -258,10 +277,10 @@ def column_thread(warp, thread):
 
 @cache
 def make_row_dots(spec):
-    """Make ``row_dots(sD, sL, sdO, sO, tile)``, which computes D = rowsum(dO o O) over V's head
-    dimension.
+    """Make ``row_dots(sD, sL, sdO, sO, tile)``, which stores D = rowsum(dO o O) of a row tile in
+    shared memory sD.
 
-    ``_make_row_dots`` explains the arguments.
+    The sum is over V's head dimension. ``_make_row_dots`` explains the arguments.
     """
     return _make_row_dots(spec.of_values)
 
@@ -269,12 +288,14 @@ def make_row_dots(spec):
 @part
 def _make_row_dots(spec):
     """Make ``row_dots(sD, sL, sdO, sO, tile)``, which stores D = rowsum(dO o O) of a row tile in
-    sD.
+    shared memory sD.
 
-    dO, O and L of the row tile are in shared memory. If the call has a gradient dL of the
-    logsumexp, D - dL replaces D. A warp computes one row at a time. Other warps can read sD after
-    the next barrier. The swizzle permutes the columns of sdO and sO in the same way, so that it
-    does not change the sum.
+    The arguments sdO, sO and sL are dO, O and L of the row tile in shared memory. If the call has a
+    gradient dL of the logsumexp, D - dL is stored instead. A warp computes one row at a time. Other
+    warps can read sD after the next barrier.
+
+    The swizzle permutes the columns of sdO and sO in the same way. The sum over columns is
+    therefore correct without undoing the swizzle.
     """
     Br, pitch, columns, warps = spec.Br, spec.rows.pitch, spec.columns, spec.warps
     _, unpack = conversions(spec.dtype)
@@ -304,10 +325,11 @@ def _make_row_dots(spec):
 @cache
 def make_write_columns(spec):
     """Make ``write_columns(rT, T, row0, rows_end, thread)``, which writes a thread's part of dK or
-    dV, rounded.
+    dV to the array T.
 
-    The column tile begins at row ``row0`` of T. If several blocks share dK and dV
-    (``spec.splits_queries``), the part is added to the float32 sum T atomically instead.
+    The column tile begins at row ``row0`` of T. Normally the part is rounded to the dtype of T. If
+    several blocks share dK and dV (``spec.splits_queries``), T is a float32 sum, and the part is
+    added to it atomically.
     """
     if spec.splits_queries:
         return _make_add_columns(spec)
@@ -318,8 +340,8 @@ def make_write_columns(spec):
 def make_write_dv(spec):
     """Make ``write_dv(rdV, dV, row0, rows_end, thread)``, which writes a thread's part of dV.
 
-    It works as ``write_columns``. ``thread`` is the ``Thread`` for dK, even if V has its own head
-    dimension.
+    ``make_write_columns`` explains the arguments. ``thread`` is the ``Thread`` for dK, even if V
+    has its own head dimension.
     """
     write_columns = make_write_columns(spec.of_values)
     if not spec.head_dim_v:

@@ -30,11 +30,12 @@ def _make_load_halves(rows, spec, page_size=0, of_v=False):
     sT.
 
     The tile has ``rows`` rows from ``row0`` on. Rows at or past ``rows_end``, and columns past the
-    head dimension, become 0 and are not read. Unaligned rows are copied element by element, without
-    asynchronous copies. If T is stored in pages, it is the tuple that ``grid.key_rows`` returns. A
-    ``page_size`` of 0 means that T has no pages. ``of_v`` says that the tile has V's head
-    dimension. If ``ablate`` switches off prefetching, the function waits until its copies are
-    complete.
+    head dimension, become 0 and are not read. ``of_v`` says that the tile has V's head dimension.
+
+    - If rows of T are unaligned, they are copied element by element, without asynchronous copies.
+    - If T is stored in pages of ``page_size`` rows, T is the tuple that ``grid.key_rows`` returns.
+      A ``page_size`` of 0 means that T has no pages.
+    - If ``ablate`` switches off prefetching, the function waits until its copies are complete.
     """
     places, d = (spec.value_rows, spec.row_halves_v) if of_v else (spec.rows, spec.row_halves)
     load = make_half_tile(rows, places, spec.threads, spec.loads_aligned, page_size)
@@ -95,18 +96,18 @@ def make_v(spec):
 def make_q(spec):
     """Make ``q(sQ, Q, i0, rows_end)``, which starts to copy a row tile of Q to sQ.
 
-    If several query heads share the tile, ``Q: (rows, heads, d)``, and row r of head n goes to row
-    n + r heads of the tile.
+    The tile begins at row i0. If several query heads share the tile, ``Q: (rows, heads, d)``. The
+    tile then contains one row of each head in turn.
     """
     return make_rows(spec) if spec.tile_heads == 1 else _q_of_heads(spec)
 
 
 @part
 def _q_of_heads(spec):
-    """Make ``q(sQ, Q, i0, rows_end)``, which starts to copy a row tile that several heads share to
-    sQ.
+    """Make the function ``q(sQ, Q, i0, rows_end)`` that ``make_q`` describes, for a row tile that
+    several heads share.
 
-    ``Q: (rows, heads, d)``. The tile begins at row i0 of each head.
+    The array is ``Q: (rows, heads, d)``. The tile begins at row i0 of each head.
     """
     heads, prefetches, d = spec.tile_heads, spec.prefetches, spec.row_halves
     load = make_half_tile(spec.Br, spec.rows, spec.threads, spec.loads_aligned, heads=heads)
@@ -179,8 +180,9 @@ def make_first_columns(spec):
     """Make ``first_columns(K, V, j0, j_end, rows_end)``, which starts to load the first column tile
     of a block.
 
-    It loads K and, with two stages, also V. If j0 is at or past ``j_end``, there is no column tile,
-    and nothing is loaded.
+    The column tile begins at row j0 of K and V. With one stage, the function loads only K. With two
+    stages, it loads K and V. If j0 is at or past ``j_end``, there is no column tile, and nothing is
+    loaded.
     """
     column_tiles, load_k, load_v = make_column_tiles(spec), make_k(spec), make_v(spec)
     both = spec.stages == 2
@@ -197,18 +199,16 @@ def make_first_columns(spec):
 
 @part
 def make_columns_early(spec):
-    """Make ``columns_early(stage, K, V, j0, j_end, rows_end, i0, head)``, which starts the loads of
-    one step.
-
-    The loads run while the column tile at j0 is multiplied with Q:
+    """Make ``columns_early(stage, K, V, j0, j_end, rows_end, i0, head)``, which starts the loads
+    that run while S of the column tile at j0 is computed.
 
     | stages | what is loaded |
     |---:|---|
     | 1 | V of the column tile at j0 |
     | 2 | K and V of the next column tile, into the other stage |
 
-    The result is sK and sV of the column tile at j0, the stage of the next column tile, and the
-    first column of the next column tile. With one stage, the last result is j0.
+    The function returns four values: sK and sV of the column tile at j0, the stage of the next
+    column tile, and the first column of the next column tile. With one stage, the last value is j0.
     """
     column_tiles, load_k, load_v = make_column_tiles(spec), make_k(spec), make_v(spec)
     Bc, next_column, both = spec.Bc, make_next_column(spec), spec.stages == 2
@@ -232,14 +232,16 @@ def make_columns_early(spec):
 
 @cache
 def make_next_q(spec):
-    """Make ``next_q``, which starts to load the next row tile: see ``prefetch.next_row_tile``."""
+    """Make ``next_q``, which starts to load the next row tile. ``prefetch.next_row_tile`` explains
+    the arguments.
+    """
     return next_row_tile(spec, make_q(spec))
 
 
 @cache
 def make_next_k(spec):
-    """Make ``next_k``, which starts to load the next column tile: see
-    ``prefetch.next_column_tile``.
+    """Make ``next_k``, which starts to load the next column tile. ``prefetch.next_column_tile``
+    explains the arguments.
     """
     return next_column_tile(spec, make_k(spec))
 
@@ -251,12 +253,14 @@ def make_half_tile(count, rows, threads, aligned, page_size=0, heads=1):
 
     The tile has ``count`` rows and begins at (row0, col0) of T. In shared memory it begins at
     element ``place`` of sT and has the layout ``rows``. Elements at or past ``rows_end`` or
-    ``cols_end`` become 0 and are not read. With ``heads`` above 1, ``T: (rows, heads, columns)``,
-    and ``row0`` counts the rows of all heads, whose rows alternate.
+    ``cols_end`` become 0 and are not read. ``threads`` threads share the copies.
 
-    ``threads`` threads share the copies. ``aligned`` says that the rows of T start at 16-byte
-    addresses. If not, elements are copied one by one, without asynchronous copies. With a
-    ``page_size`` above 0, T is stored in pages.
+    - If ``heads`` is above 1, several heads share the tile, and ``T: (rows, heads, columns)``. Then
+      ``row0`` and ``rows_end`` count the rows of all heads: row r of head n is number n + r
+      ``heads``.
+    - If ``aligned`` is true, the rows of T start at 16-byte addresses. Otherwise elements are
+      copied one by one, without asynchronous copies.
+    - If ``page_size`` is above 0, T is stored in pages of ``page_size`` rows.
     """
     chunks = ChunkMap(count, rows.columns // CHUNK, threads)
     copies, whole = chunks.turns, chunks.whole
@@ -296,8 +300,9 @@ def make_half_tile(count, rows, threads, aligned, page_size=0, heads=1):
 def _make_load_paged_tile(count, rows, threads, aligned, page_size):
     """Make the function that ``make_half_tile`` describes, for K or V in pages.
 
-    Its argument T is a tuple: the array of all pages, the K/V head, and the sequence's row of the
-    block table. The arguments of the factory are those of ``make_half_tile``.
+    In this function, the argument T is a tuple: the array of all pages, the number of the K/V head,
+    and the row of the block table for the sequence. ``make_half_tile`` explains the arguments of
+    this factory.
     """
     chunks = ChunkMap(count, rows.columns // CHUNK, threads)
     copies, whole = chunks.turns, chunks.whole
@@ -344,9 +349,9 @@ def _accesses(heads):
     """Return two device functions that access T: ``copy`` for 16 bytes and ``element`` for one
     element.
 
-    ``copy(sT, at, T, row, col, length)`` starts an asynchronous copy to index ``at`` of sT. With
-    ``heads`` above 1, ``T: (rows, heads, columns)``, and ``row`` counts the rows of all heads,
-    whose rows alternate.
+    ``copy(sT, at, T, row, col, length)`` starts an asynchronous copy of ``length`` elements to
+    index ``at`` of sT. If ``heads`` is above 1, ``T: (rows, heads, columns)``. Then ``row`` counts
+    the rows of all heads: row r of head n is number n + r ``heads``.
     """
 
     @device_function
@@ -367,11 +372,10 @@ def _accesses(heads):
 
 @cache
 def make_p(spec):
-    """Make ``p(sP, place, P, row0, rows_end, col0, cols_end)``, which starts to copy a part of a
-    row tile of P.
+    """Make ``p(sP, place, P, row0, rows_end, col0, cols_end)``, which starts to copy ``spec.step``
+    columns of a row tile of P to sP.
 
-    The part has ``spec.step`` columns. ``half_tile`` explains the arguments. Standard attention
-    uses it.
+    ``make_half_tile`` explains the arguments. Standard attention uses the function.
     """
     return make_half_tile(spec.Br, spec.rows_p, spec.threads, True)
 
@@ -379,10 +383,11 @@ def make_p(spec):
 @cache
 def make_p_transposed(spec):
     """Make ``p_transposed(sP, place, P, row0, rows_end, col0, cols_end)``, which starts to copy
-    ``spec.step`` rows of P.
+    ``spec.step`` rows of P to sP.
 
-    The part has ``spec.Br`` columns, because the rows of ``spec`` are columns of P. ``half_tile``
-    explains the arguments. Standard attention uses it for PT dO and dST Q.
+    The copy has ``spec.Br`` columns of P, because ``spec`` describes the transposed tile: a row of
+    the spec is a column of P. ``make_half_tile`` explains the arguments. Standard attention uses
+    the function for PT dO and dST Q.
     """
     return make_half_tile(spec.step, spec.rows_t, spec.threads, True)
 
@@ -390,9 +395,10 @@ def make_p_transposed(spec):
 @part
 def make_step(spec):
     """Make ``step(sT, place, T, row0, rows_end)``, which starts to copy ``spec.step`` rows of V, K,
-    dO or Q.
+    dO or Q to sT.
 
-    They go to element ``place`` of sT and further. Standard attention uses it.
+    The rows begin at row ``row0`` of T. In shared memory they begin at element ``place`` of sT.
+    Standard attention uses the function.
     """
     load = make_half_tile(spec.step, spec.value_rows, spec.threads, spec.aligned)
     d = spec.d_v
@@ -406,9 +412,9 @@ def make_step(spec):
 @part
 def make_values(spec):
     """Make ``values(sT, T, row0, rows_end)``, which starts to copy one float for each row of a row
-    tile.
+    tile from T to sT.
 
-    ``sT: (Br,)`` gets 0 for rows at or past ``rows_end``.
+    T is L or D of one head. ``sT: (Br,)`` gets 0 for rows at or past ``rows_end``.
     """
     Br, threads = spec.Br, spec.threads
 

@@ -2,14 +2,15 @@
 planes.
 
 A plane is a 16-bit matrix (``parts.fragments.planes``). A tensor core drops the low bits of a
-product if the sum in its registers is too large for them, so that errors grow with the number of
-additions. The kernels therefore keep separate sums, and add them in float32:
+product if the sum in its registers is much larger than the product. Therefore errors grow with the
+number of additions. To keep errors small, the kernels compute several sums, and add these sums in
+float32:
 
-- the sum of A0 B0, and the sum of the smaller products of planes,
-- for P V, one sum for each tile.
+- one sum for A0 B0, and another sum for the smaller products of planes,
+- for P V, separate sums for each tile.
 
-A row of a tile in shared memory contains the planes one after the other. An array of registers
-contains them one after the other too.
+In a row of a tile in shared memory, the planes are stored one after the other. In an array of
+registers, the planes are stored one after the other too.
 """
 
 from functools import cache
@@ -51,14 +52,19 @@ def _no_product(a, b, c, d, e, f, g):
 
 @part
 def _make_multiply(dtype, planes, step, beside=2, count=None):
-    """Make ``multiply(rL, rT, low, high, rA, a, rB)``, which multiplies the planes of two
-    fragments.
+    """Make ``multiply(rL, rT, low, high, rA, a, rB)``, which multiplies the planes of a fragment of
+    A and the planes of a fragment of B.
 
-    ``rA`` holds the planes of a fragment of A, from register ``a`` on and ``step`` registers apart.
-    ``rB`` holds the planes of a fragment of B. The results are 16 x 16 elements. ``low`` and
-    ``high`` are the registers of their first 8 columns, and the other 8 columns are ``beside``
-    registers further. A0 B0 is added to rL. The other products are added to rT, from the smallest
-    to the largest. Only the first ``count`` products are computed.
+    - ``rA`` holds the planes of A. The first plane begins at register ``a``, and each following
+      plane begins ``step`` registers after the plane before.
+    - ``rB`` holds the planes of B.
+    - ``rL`` are the registers to which A0 B0 is added.
+    - ``rT`` are the registers to which the other products are added, from the smallest to the
+      largest.
+    - ``low`` and ``high`` are the registers of the first 8 columns of the 16 x 16 results. The
+      other 8 columns are ``beside`` registers further.
+
+    If ``count`` is not None, only the first ``count`` products are computed.
     """
     order = pairs_of_planes(planes)
     count = len(order) if count is None else count
@@ -103,13 +109,15 @@ def make_scores_of_planes(spec):
 
 @part
 def _make_add_scores_from(spec, first):
-    """Make ``add_from(rS, rT, rQ, sQ, sK, at_q, at_k)``, which adds products of Q and K to rS and
-    rT.
+    """Make ``add_from(rS, rT, rQ, sQ, sK, at_q, at_k)``, which adds products of Q and K to the
+    registers rS and rT.
 
-    It handles blocks of 16 columns of Q and K, from number ``first`` on. One function handles
-    UNROLLED blocks, because its loop is unrolled, and calls the next function of this kind for the
-    rest. ``at_q`` and ``at_k`` are the indices of the warp's first fragments in sQ and sK. ``rQ``
-    is that of ``products.make_scores``.
+    ``at_q`` and ``at_k`` are the indices of the warp's first fragments in sQ and sK.
+    ``products.make_scores`` explains ``rQ``. The function adds the products of 16 columns of Q and
+    K at a time, and begins at column 16 ``first``.
+
+    The loop over columns is unrolled. Therefore one function adds only UNROLLED groups of 16
+    columns. It then calls a further function, made by this factory too, for the remaining columns.
     """
     R, TN, K, keeps, PLANES = spec.TM // 2, spec.TN, spec.DK, spec.keeps_q, spec.planes
     COLUMNS, RK, LAST = TN // 4, 4 * spec.planes, min(spec.DK, first + UNROLLED)
@@ -138,7 +146,7 @@ def _make_add_scores_from(spec, first):
 
 
 class Sums(NamedTuple):
-    """The sizes of a product A B of planes that one warp computes."""
+    """The sizes and layouts of a product A B of planes that one warp computes."""
 
     R: int  # fragments of 16 rows of A
     K: int  # the sum has 16 K terms
@@ -164,10 +172,12 @@ def add_fragment_product_of_planes(spec, drops, times):
     """Make ``add_output(rO, rP, sV, unit, options)``, which adds ``unit`` times P V to rO, for
     planes.
 
-    ``rP`` holds P in float32 and is split into planes here. With ``drops``, negative elements of P
-    are dropped elements and count as 0. With scaled planes, P is multiplied by ``times`` before it
-    is split. ``unit`` must contain the inverse of ``times``, and with dropout the factor 1 / (1 -
-    dropout_p).
+    ``rP`` holds P in float32. The function splits P into planes. With scaled planes, it first
+    multiplies P by ``times``. With ``drops``, a negative element of P is a dropped element and
+    counts as 0.
+
+    The factor ``unit`` must contain the inverse of ``times``. With dropout it must also contain 1 /
+    (1 - dropout_p).
     """
     R, TN, K, rows, PLANES = spec.TM // 2, spec.TN, spec.TN // 4, spec.value_rows, spec.planes
     STEP, scaled = spec.TM * spec.TN // 2, spec.features.scaled and times != ONE
@@ -195,12 +205,16 @@ def add_fragment_product_of_planes(spec, drops, times):
 
 @part
 def _make_add_columns_from(sums, first):
-    """Make ``add_from(rO, rA, sV, at, unit)``, which adds ``unit`` times A B to rO.
+    """Make ``add_from(rO, rA, sV, at, unit)``, which adds ``unit`` times the product A B to the
+    registers rO.
 
-    ``rA`` holds the planes of A, and ``at`` is the index of B in sV. It handles blocks of 16
-    columns of B, from number ``first`` on. Each block has sums of its own, which are added to rO at
-    the end. One function handles UNROLLED blocks, and calls the next function of this kind for the
-    rest.
+    ``rA`` holds the planes of A. ``at`` is the index in sV at which B begins. ``unit`` is a float32
+    factor. The function computes 16 columns of the result at a time, and begins at column 16
+    ``first``. Each group of 16 columns has sums of its own, which are multiplied by ``unit`` and
+    added to rO.
+
+    The loop over columns is unrolled. Therefore one function computes only UNROLLED groups of 16
+    columns. It then calls a further function, made by this factory too, for the remaining columns.
     """
     R, K, DN, PLANES, dtype, rows, carries = sums
     STEP, RF, RV, PLANE = 4 * R * K, 8 * R, 4 * PLANES, rows.columns // PLANES
@@ -239,11 +253,11 @@ OF_DQ, OF_DK, OF_DV = range(UNITS)
 
 @part
 def _make_units_of_tile(spec):
-    """Make ``units_of_tile()``, which returns the words of shared memory with the factors of a
-    tile.
+    """Make ``units_of_tile()``, which returns an array of floats in shared memory for the scaling
+    of a tile.
 
-    The first UNITS words are the factors for dQ, dK and dV. The following words hold each warp's
-    largest |dS|.
+    The first UNITS elements are the factors for dQ, dK and dV. The following elements contain the
+    largest |dS| of each warp.
     """
     WORDS, AT = spec.unit_words, spec.shared_bytes // 4 - spec.unit_words
 
@@ -255,9 +269,11 @@ def _make_units_of_tile(spec):
 
 @part
 def _make_unit(spec, of):
-    """Make ``unit()``, which returns the factor for a product with planes of dS or P.
+    """Make ``unit()``, which returns the factor that undoes the scaling of planes in a product with
+    dS or P.
 
-    ``of`` is OF_DQ, OF_DK or OF_DV. The factor is 1 without scaled planes.
+    ``of`` names the result of the product: OF_DQ, OF_DK or OF_DV. Without scaled planes the factor
+    is 1.
     """
     scaled, units_of_tile = spec.features.scaled, _make_units_of_tile(spec)
 
@@ -270,11 +286,12 @@ def _make_unit(spec, of):
 @part
 def make_scale_ds(spec):
     """Make ``scale_ds(rdS, tile)``, which multiplies dS by a power of two if planes are scaled.
+    Otherwise it does nothing.
 
     All elements of the tile get the same power of two, which depends on the largest finite |dS| of
-    the tile. The function also stores the factors for dQ, dK and dV that undo the scaling. Other
-    threads can read them after the next barrier. With scaled planes, the function contains a
-    ``syncthreads``. Otherwise it does nothing.
+    the tile. The function stores the factors for dQ, dK and dV that undo the scaling in shared
+    memory. Other threads can read these factors after the next barrier. With scaled planes, the
+    function contains a ``syncthreads``.
     """
     RS, WARPS, packed = spec.TM * spec.TN, spec.warps, spec.features.packed
     units_of_tile, P = _make_units_of_tile(spec), float32(1.0 / P_SCALE_BACKWARD)
@@ -314,8 +331,9 @@ def make_add_transposed_of_planes(spec, of, whole):
     """Make ``add(rdV, rP, sP, sT, row0, col0, options)``, which adds PT dO to dV, or dST Q to dK,
     for planes.
 
-    ``products.make_add_dv`` explains the arguments. ``of`` is OF_DV or OF_DK. ``whole`` is the spec
-    of the kernel. ``spec`` differs from it if V has its own head dimension.
+    ``products.make_add_dv`` explains the arguments of ``add``. ``of`` is OF_DV for dV or OF_DK for
+    dK. ``whole`` is the spec of the kernel. ``spec`` is the same spec, except that it has V's head
+    dimension for dV.
     """
     own, PLANES, PLANE = spec.row_warps == 1, spec.planes, spec.plane_of_scores
     R, K, rows = spec.TN // 2, spec.Br // 16, spec.rows
@@ -350,9 +368,10 @@ def make_add_transposed_of_planes(spec, of, whole):
 
 @part
 def make_dq_of_planes(spec):
-    """Make ``dq(rdQ, sdS, sK, turn)``, which computes this warp's part of dSij Kj, for planes.
+    """Make ``dq(rdQ, sdS, sK, turn)``, which computes this warp's part of dSij Kj in rdQ, for
+    planes.
 
-    ``products.make_dq`` explains the arguments. rdQ must be 0 before.
+    ``products.make_dq`` explains the arguments. The elements of rdQ must be 0 before the call.
     """
     R, C, ALONG, DN = spec.query_fragments, spec.query_chunks, spec.chunk_warps, spec.DN
     K, PLANES, PLANE, COLUMNS = spec.Bc // 16, spec.planes, spec.plane_of_scores, spec.columns
@@ -400,11 +419,12 @@ def make_dq_of_planes(spec):
 
 @part
 def make_store_of_planes(spec, of):
-    """Make ``store(sT, rT, tile)``, which stores the planes of PT or dST in shared memory.
+    """Make ``store(sT, rT, tile)``, which stores the planes of PT or dST in shared memory, one
+    plane after the other.
 
-    ``of`` is OF_DV for PT and OF_DQ for dST. The planes are stored one after the other. For dS, the
-    function first scales the values in the registers (``make_scale_ds``). PT is not stored if each
-    warp holds in registers all that it needs of PT.
+    If ``of`` is OF_DV, the matrix is PT. If each warp already has in registers all elements of PT
+    that it multiplies, nothing is stored. If ``of`` is OF_DQ, the matrix is dST. The function then
+    first scales dS in the registers (``make_scale_ds``).
     """
     TM, TN, pitch, PLANES = spec.TM, spec.TN, spec.rows_ds.pitch, spec.planes
     row_of, column_of, PLANE = make_row(spec), make_column(spec), spec.plane_of_scores

@@ -29,8 +29,8 @@ from fa_numba.tiling.mma_rows import CHUNK
 
 
 def instructions(dtype):
-    """Return two device functions for a 16-bit dtype: its matrix instruction, and the rounding to
-    it.
+    """Return two device functions for a 16-bit dtype: the matrix instruction, and the rounding of
+    two floats to a word of this dtype.
     """
     pack, _ = conversions(dtype)
     return MMA[DTYPES[dtype].matrix], pack
@@ -38,11 +38,11 @@ def instructions(dtype):
 
 @cache
 def make_scores(spec):
-    """Make ``scores(rS, rQ, sQ, sK, row0, col0)``, which computes S = Qi KjT in registers.
+    """Make ``scores(rS, rQ, sQ, sK, row0, col0)``, which computes S = Qi KjT in the registers rS.
 
-    It computes this warp's rows from ``row0`` on and columns from ``col0`` on. ``rQ`` holds the
-    fragments of Q if they stay in registers (``spec.keeps_q``). Otherwise each fragment is loaded
-    from sQ into rQ before its use.
+    The warp computes the rows from ``row0`` on and the columns from ``col0`` on. With
+    ``spec.keeps_q``, the registers rQ already hold the fragments of Q. Otherwise each fragment is
+    loaded from sQ into rQ before its use.
     """
     return planes.make_scores_of_planes(spec) if spec.planes > 1 else _make_scores(spec)
 
@@ -50,17 +50,20 @@ def make_scores(spec):
 @cache
 def make_value_scores(spec):
     """Make ``value_scores(rdP, rV, sV, sdO, row0, col0)``, which computes dPT = V dOT in the
-    backward pass.
+    registers rdP.
 
-    The arguments are those of ``scores``, with V in the place of Q and dO in the place of K.
+    The backward pass uses it. ``make_scores`` explains the arguments, with V in the place of Q and
+    dO in the place of K.
     """
     return make_scores(spec.whole.of_values.scores)
 
 
 @cache
 def make_load_value_fragments(spec):
-    """Make ``load_value_fragments(rV, sV, row0)``, which loads V's fragments for
-    ``value_scores``.
+    """Make ``load_value_fragments(rV, sV, row0)``, which loads the fragments of V that
+    ``value_scores`` multiplies from sV into the registers rV.
+
+    The warp's rows of V begin at ``row0``.
     """
     return make_load_fragments(spec.whole.of_values.scores)
 
@@ -103,8 +106,9 @@ def _make_scores(spec):
 def make_add_output(spec):
     """Make ``add_output(rO, rP, sV, unit, options)``, which adds P V to O in registers.
 
-    ``rP`` holds P in float32, as ``drop`` has marked it, and is rounded to 16 bits here. ``unit``
-    multiplies the product if the kernel works with planes. Otherwise it is ignored.
+    ``rP`` holds P in float32. Elements that ``drop`` has marked as dropped are negative. The
+    function rounds P to 16 bits. If the kernel works with planes, the product is multiplied by the
+    factor ``unit``. Otherwise ``unit`` is ignored.
     """
     if spec.planes > 1:
         return planes.make_add_output_of_planes(spec)
@@ -120,7 +124,7 @@ def make_add_output(spec):
 def make_add_ds(spec):
     """Make ``add_ds(rdQ, rdS, sK, options)``, which adds dS K to dQ in registers.
 
-    ``rdS`` holds dS in float32 and is rounded to 16 bits here.
+    ``rdS`` holds dS in float32. The function rounds dS to 16 bits.
     """
     return add_fragment_product(spec, False)
 
@@ -130,9 +134,9 @@ def add_fragment_product(spec, drops):
     """Make ``add_product(rO, rP, sV, options)``, which adds P V to O in registers, for 16-bit
     matrices.
 
-    The operands can also be dS and K, with the sum dQ. rP holds P in float32 and is rounded here.
-    With ``drops``, negative elements of P are dropped elements and count as 0, and the kept ones
-    are multiplied by 1 / (1 - dropout_p).
+    The operands can also be dS and K, and the sum dQ. ``rP`` holds P in float32. The function
+    rounds P to 16 bits. With ``drops``, a negative element of P is a dropped element and counts as
+    0. The other elements are then multiplied by 1 / (1 - dropout_p).
     """
     R, TN, DN, rows = spec.TM // 2, spec.TN, spec.DN, spec.value_rows
     K, RA = spec.TN // 4, 4 * (spec.TM // 2)
@@ -163,12 +167,16 @@ def add_fragment_product(spec, drops):
 
 @part
 def _make_add_shared_product(R, DN, K, rows_p, rows, dtype, transposed, carries=False):
-    """Make ``add_shared_product(rO, sP, at_p, sV, at_v, row0, col0)``, which adds A B to rO.
+    """Make ``add_shared_product(rO, sP, at_p, sV, at_v, row0, col0)``, which adds A B to rO. Both
+    operands are in shared memory.
 
-    Both operands are in shared memory: A begins at index ``at_p`` of sP, and B at index ``at_v`` of
-    sV. The result has 16 R rows and 16 DN columns, from column ``col0`` of B on. The sum has 16 K
-    terms. A consists of the rows of sP from ``row0`` on, or of its columns from ``row0`` on if
-    ``transposed``. ``carries`` is the argument of ``make_further`` for the columns of B.
+    - A begins at index ``at_p`` of sP. It consists of the rows of sP from ``row0`` on. If
+      ``transposed`` is true, it consists of the columns of sP from ``row0`` on.
+    - B begins at index ``at_v`` of sV. It consists of the columns from ``col0`` on.
+    - The result has 16 R rows and 16 DN columns. The sum has 16 K terms.
+
+    ``rows_p`` and ``rows`` are the layouts of sP and sV. ``carries`` is the argument of
+    ``make_further`` for the columns of B.
     """
     RA, pitch_p = 4 * R, rows_p.pitch
     mma, _ = instructions(dtype)
@@ -207,12 +215,12 @@ def _make_add_shared_product(R, DN, K, rows_p, rows, dtype, transposed, carries=
 
 @cache
 def make_add_stage(spec):
-    """Make ``add_stage(rO, sP, at_p, sV, at_v, row0, col0)``, which adds P V of one stage to O in
-    registers.
+    """Make ``add_stage(rO, sP, at_p, sV, at_v, row0, col0)``, which adds the product P V of one
+    stage to O in registers.
 
-    The stage begins at the indices ``at_p`` and ``at_v`` of shared memory. The function computes
-    this warp's rows of P from ``row0`` on, and the columns of V from ``col0`` on. Standard
-    attention uses it.
+    A stage is a part of the sum: ``spec.step`` columns of P and rows of V. The stage begins at
+    index ``at_p`` of sP and at index ``at_v`` of sV. This warp's rows of P begin at ``row0``, and
+    its columns of V begin at ``col0``. Standard attention uses the function.
     """
     sizes = spec.TM // 2, spec.DN, spec.step // 16
     return _make_add_shared_product(*sizes, spec.rows_p, spec.value_rows, spec.dtype, False)
@@ -220,10 +228,11 @@ def make_add_stage(spec):
 
 @cache
 def make_add_stage_transposed(spec):
-    """Make ``add_stage_transposed(rO, sP, at_p, sV, at_v, row0, col0)``, which adds PT dO of one
-    stage.
+    """Make ``add_stage_transposed(rO, sP, at_p, sV, at_v, row0, col0)``, which adds the product PT
+    dO of one stage to rO.
 
-    The arguments are those of ``add_stage``, but ``row0`` and the rows of rO are columns of P.
+    ``make_add_stage`` explains the arguments, with dO in the place of V. Here ``row0`` and the rows
+    of rO count columns of P.
     """
     sizes = spec.TM // 2, spec.DN, spec.step // 16
     return _make_add_shared_product(*sizes, spec.rows_t, spec.rows, spec.dtype, True)
@@ -233,9 +242,12 @@ def make_add_stage_transposed(spec):
 def make_add_dv(spec):
     """Make ``add_dv(rdV, rP, sP, sdO, row0, col0, options)``, which adds PT dO to dV in registers.
 
-    It computes this warp's rows of PT from ``row0`` on, and the columns of dO from ``col0`` on.
-    ``rP`` holds P as ``drop`` has marked it. If the warp holds all that it needs of PT in rP, PT
-    comes from there. Otherwise PT comes from sP, where ``store_p`` has stored it.
+    The warp computes the rows of PT from ``row0`` on and the columns of dO from ``col0`` on. ``rP``
+    holds the P that this warp has computed. Elements that ``drop`` has marked as dropped are
+    negative.
+
+    If rP contains all elements of PT that the warp multiplies, the function reads them from rP.
+    Otherwise it reads PT from shared memory sP, where ``store_p`` has stored it.
     """
     add = _make_add_transposed_product(spec.of_values, planes.OF_DV, spec)
     if not spec.head_dim_v:
@@ -252,7 +264,7 @@ def make_add_dv(spec):
 def make_add_dk(spec):
     """Make ``add_dk(rdK, rdS, sdS, sQ, row0, col0, options)``, which adds dST Q to dK in registers.
 
-    It works as ``add_dv``, with dS in the place of P and Q in the place of dO.
+    ``make_add_dv`` explains the arguments, with dS in the place of P and Q in the place of dO.
     """
     return _make_add_transposed_product(spec, planes.OF_DK, spec)
 
@@ -261,8 +273,9 @@ def make_add_dk(spec):
 def _make_add_transposed_product(spec, of, whole):
     """Make ``add(rdV, rP, sP, sT, row0, col0, options)``, which adds PT dO to dV, or dST Q to dK.
 
-    ``make_add_dv`` explains the arguments. ``of`` is ``planes.OF_DV`` or ``planes.OF_DK``.
-    ``whole`` is the spec of the kernel. ``spec`` differs from it if V has its own head dimension.
+    ``make_add_dv`` explains the arguments of ``add``. ``of`` is ``planes.OF_DV`` for dV or
+    ``planes.OF_DK`` for dK. ``whole`` is the spec of the kernel. ``spec`` is the same spec, except
+    that it has V's head dimension for dV.
     """
     if spec.planes > 1:
         return planes.make_add_transposed_of_planes(spec, of, whole)
@@ -328,9 +341,11 @@ def make_dq(spec):
 
 @part
 def make_load_fragments(spec):
-    """Make ``load_fragments(rQ, sQ, row0)``, which loads Q's fragments into the registers rQ.
+    """Make ``load_fragments(rQ, sQ, row0)``, which loads the fragments of Q from sQ into the
+    registers rQ.
 
-    The warp's rows begin at ``row0``. If the fragments do not stay in registers, it does nothing.
+    The warp's rows begin at ``row0``. If ``spec.keeps_q`` is false, the kernel loads fragments
+    during the product, and the function does nothing.
     """
     R, K, pitch, keeps = spec.TM // 2, spec.planes * spec.DK, spec.rows.pitch, spec.keeps_q
     place, load_fragment = make_place(spec.rows), make_load_fragment(spec)
@@ -347,18 +362,19 @@ def make_load_fragments(spec):
 
 @cache
 def make_store_p(spec):
-    """Make ``store_p(sP, rP, tile)``, which stores PT, rounded, in shared memory.
+    """Make ``store_p(sP, rP, tile)``, which rounds PT to 16 bits and stores it in shared memory sP.
 
-    A row of sP is a column of S. rP holds P as ``drop`` has marked it: dropped elements are stored
-    as 0, and kept ones are multiplied by 1 / (1 - dropout_p). If each warp holds in registers all
-    that it needs of PT, nothing is stored.
+    A row of sP is a column of S. A negative element of rP is marked as dropped by ``drop``, and is
+    stored as 0. With dropout, the other elements are multiplied by 1 / (1 - dropout_p). If every
+    warp has all elements of PT that it multiplies in registers, the function stores nothing.
     """
     return _make_store(spec, planes.OF_DV)
 
 
 @cache
 def make_store_ds(spec):
-    """Make ``store_ds(sdS, rdS, tile)``, which stores dST, rounded, in shared memory.
+    """Make ``store_ds(sdS, rdS, tile)``, which rounds dST to 16 bits and stores it in shared memory
+    sdS.
 
     A row of sdS is a column of S.
     """
@@ -367,7 +383,8 @@ def make_store_ds(spec):
 
 @part
 def _make_store(spec, of):
-    """Make ``store(sT, rT, tile)``, which stores PT or dST, rounded, in shared memory.
+    """Make ``store(sT, rT, tile)``, which rounds PT or dST to 16 bits and stores it in shared
+    memory sT.
 
     ``of`` is ``planes.OF_DV`` for PT (``make_store_p``) and ``planes.OF_DQ`` for dST
     (``make_store_ds``).

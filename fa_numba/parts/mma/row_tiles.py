@@ -1,7 +1,8 @@
-"""The row tiles of the backward kernels on tensor cores, loaded to two stages of shared memory in
-turn.
+"""The row tiles that the backward kernels on tensor cores load, in turn, to two stages of shared
+memory.
 
-A row tile consists of Q, dO, L and D. In FlashAttention-1 it consists of Q, dO, O and L.
+A row tile consists of Q, dO, L and D in FlashAttention-2. It consists of Q, dO, O and L in
+FlashAttention-1.
 """
 
 from fa_numba.device import uint32
@@ -12,9 +13,10 @@ from fa_numba.parts.namespace import part
 
 
 def offsets(spec):
-    """Return where the row tiles begin in shared memory, and where their L begins.
+    """Return the positions in shared memory at which the row tiles begin, and at which their L
+    begins.
 
-    The first number counts 16-bit elements, and the second counts floats.
+    The first position counts 16-bit elements. The second position counts floats.
     """
     (NQ, NK, NS), (NO, NV, _) = spec.tile_halves, spec.of_values.tile_halves
     at_q = NK + NV + spec.row_warps * NS
@@ -25,9 +27,9 @@ def offsets(spec):
 def make_backward_shared_memory(spec):
     """Make ``backward_shared_memory()``, which returns sK, sV, sdS, sP and sD in shared memory.
 
-    The shapes are ``sK: (Bc, d)``, ``sV: (Bc, d_v)``, ``sdS: (Bc, Br)`` and ``sP: (Bc, Br)``, with
-    rows of sdS and sP that are columns of S. If ``row_warps`` is 1, sP is the memory of sdS, and no
-    P is stored there. ``sD: (Br,)`` holds D of a row tile. Only FlashAttention-1 uses it.
+    The shapes are ``sK: (Bc, d)``, ``sV: (Bc, d_v)``, ``sdS: (Bc, Br)``, ``sP: (Bc, Br)`` and
+    ``sD: (Br,)``. A row of sdS and of sP is a column of S. If ``row_warps`` is 1, no P is stored,
+    and sP is the same memory as sdS. sD holds D of a row tile, and only FlashAttention-1 uses it.
     """
     (_, NK, NS), NV = spec.tile_halves, spec.of_values.tile_halves[1]
     AT_V, AT_DS, AT_P = NK, NK + NV, NK + NV + (spec.row_warps - 1) * NS
@@ -62,10 +64,11 @@ def make_at(spec):
 
 @part
 def make_load(spec):
-    """Make ``load(stage, Q, dO, L, D, row0, rows_end)``, which starts to copy a row tile to a
-    stage.
+    """Make ``load(stage, Q, dO, L, D, row0, rows_end)``, which starts to copy a row tile to a stage
+    of shared memory.
 
-    The arrays are those of one head, and the row tile begins at row ``row0``.
+    The arguments Q, dO, L and D are the arrays of one head. The row tile begins at row ``row0``.
+    Rows at or past ``rows_end`` become 0.
     """
     row_tile, load_values = make_at(spec), make_values(spec)
     load_rows, load_dout = make_rows(spec), make_rows(spec.of_values)
@@ -100,8 +103,11 @@ def make_at_with_o(spec):
 
 @part
 def make_load_with_o(spec):
-    """Make ``load_with_o(stage, Q, dO, O, L, row0, rows_end)``, which starts to copy FA-1's row
-    tile to a stage.
+    """Make ``load_with_o(stage, Q, dO, O, L, row0, rows_end)``, which starts to copy a row tile of
+    FA-1 to a stage of shared memory.
+
+    The arguments Q, dO, O and L are the arrays of one head. The row tile begins at row ``row0``.
+    Rows at or past ``rows_end`` become 0.
     """
     row_tile, load_values = make_at_with_o(spec), make_values(spec)
     load_rows, load_dout = make_rows(spec), make_rows(spec.of_values)

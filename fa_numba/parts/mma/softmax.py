@@ -23,15 +23,17 @@ from fa_numba.parts.softmax import make_sum_lanes as make_sum_lanes
 
 @part
 def make_combine(spec):
-    """Make ``combine(rO, rm, rl, sO, thread)``, which combines O, l and m of all warps.
+    """Make ``combine(rO, rm, rl, sO, thread)``, which combines O, l and m of the warps of a block
+    that split the keys.
 
-    If the warps split the keys, each warp has an O, l and m of its own columns. Each warp stores
-    the rows that it does not own in shared memory sO, which has ``spec.exchange_floats`` elements.
-    It then adds the other warps' parts to the rows that it owns:
+    Each warp holds O, l and m of all rows over its own columns. The rows are divided among the
+    warps: each row has one owner. A warp stores O, l and m of the rows that it does not own in
+    shared memory sO, which has ``spec.exchange_floats`` elements. For the rows that it owns, it
+    then adds the parts of the other warps:
 
         m_new = max m,  f = exp(m - m_new),  O = sum f O,  l = sum f l
 
-    The function contains a ``syncthreads``. If every warp computes all columns, it does nothing.
+    The function contains a ``syncthreads``. If the warps do not split the keys, it does nothing.
     """
     TM, DN4, STEP, Br, W = spec.TM, 4 * spec.DN, spec.row_step, spec.Br, spec.threads // 32
     owns, splits, VALUES = make_owns(spec), spec.splits_keys, (W - 1) * spec.Br * spec.columns
@@ -39,15 +41,17 @@ def make_combine(spec):
 
     @device_function
     def part_at(n, i):
-        """Return where in sO the n-th of the other warps stores this lane's registers of row number
-        i.
+        """Return the index in sO of this lane's part of O, in row number i, from the n-th of the
+        other warps.
         """
         lane = uint32(uint32(cuda.threadIdx.x) % uint32(32))
         return uint32(uint32(n * TM + i) * (32 * DN4) + lane * 4)
 
     @device_function
     def values_at(n, i, ty):
-        """Return where in sO the n-th of the other warps stores m of row number i. l follows m."""
+        """Return the index in sO of m of row number i from the n-th of the other warps. l is at the
+        next index.
+        """
         return uint32(VALUES + 2 * (n * Br + ty + i * STEP))
 
     def combine(rO, rm, rl, sO, thread):

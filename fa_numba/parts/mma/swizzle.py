@@ -1,9 +1,11 @@
 """Indices in a tile of shared memory whose rows are swizzled (``tiling.mma_rows``).
 
-Row r and column c have the index r pitch + c, in which the row decides that some bits of c are
-flipped. A thread reads rows whose distance is a multiple of 8. These rows have equal flipped bits.
-Each further index of a thread is therefore its first index with constant bits flipped, plus a
-constant.
+Without the swizzle, the element in row r and column c has the index r pitch + c, where ``pitch`` is
+the length of a row. The swizzle flips some bits of c. The row decides which bits.
+
+A thread reads rows whose distance is a multiple of 8, and in these rows the swizzle flips the same
+bits. The thread therefore computes the index of its first element once. Every further index follows
+by flipping constant bits and adding a constant.
 """
 
 from fa_numba.device import cuda, int64, uint32
@@ -13,8 +15,8 @@ from fa_numba.tiling.mma_rows import CHUNK
 
 @part
 def make_exchange(rows):
-    """Make ``exchange(row)``, which returns a mask: the bits of the column that are flipped in this
-    row.
+    """Make ``exchange(row)``, which returns the bits of the column that the swizzle flips in this
+    row, as a mask.
     """
     TURN, group = rows.turn_rows, rows.group
 
@@ -26,15 +28,16 @@ def make_exchange(rows):
 
 @part
 def make_further(rows, carries=False):
-    """Make ``further(place, down, right)``, which returns the index ``down`` rows and ``right``
-    elements after ``place``.
+    """Make ``further(place, down, right)``, which returns the index of the element ``down`` rows
+    below and ``right`` columns to the right of the element at index ``place``.
 
     ``down`` and ``right`` are compile-time constants and multiples of 8. A constant part of the
     result becomes the offset in the load instruction.
 
-    Normally, the bits of ``right`` that the swizzle can flip must be 0 in the column of ``place``.
-    If ``carries``, this is not required. ``place`` is then an index without the swizzle, of the row
-    at which this lane points.
+    | ``carries`` | what ``place`` must be |
+    |---|---|
+    | false | a swizzled index; its column is 0 in the bits of ``right`` that the swizzle can flip |
+    | true | an index without the swizzle, in the row at which this lane points (``make_place``) |
     """
     pitch, bits, exchange = rows.pitch, rows.exchanged, make_exchange(rows)
 
@@ -51,13 +54,13 @@ def make_further(rows, carries=False):
 
 @part
 def make_first_place(rows, chunks):
-    """Make ``first_place(thread, r, c)``, which returns the index in shared memory of a thread's
-    first chunk.
+    """Make ``first_place(thread, r, c)``, which returns the index in shared memory at which a
+    thread stores its first chunk.
 
-    ``chunks`` is the ``ChunkMap``, and (r, c) is the thread's first chunk in it. The thread copies
-    the chunk that the swizzle stores at this index, which is the one at column c ^ exchange(r) of
-    row r. In other turns, the index is larger by a constant, and the swizzle is that of the turn's
-    row.
+    ``chunks`` is the ``ChunkMap`` of the copy. (r, c) is the thread's first chunk: the row and the
+    column. The index does not contain the swizzle. Therefore the thread copies another chunk of row
+    r: the one at column c ^ exchange(r), which the swizzle stores at this index. For the thread's
+    further chunks, the index is larger by a constant.
     """
     pitch, whole = rows.pitch, rows.pitch == chunks.right == CHUNK * rows.group
     assert chunks.width % rows.group == 0, "what is exchanged is of one turn"

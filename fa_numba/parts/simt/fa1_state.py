@@ -14,13 +14,20 @@ from fa_numba.parts.visits import make_is_unseen, make_row_starts
 
 @part
 def make_initialise(spec):
-    """Make ``initialise(rO, rl, rm, state, row0, rows_end, head, thread)``, which initialises O, l
-    and m.
+    """Make ``initialise(rO, rl, rm, state, row0, rows_end, head, thread)``, which writes the first
+    values of O, l and m to global memory, before the loops of the kernel begin.
 
-    It writes O = 0, l = 0 and m = -inf to global memory, or l = 1 and m = s with a sink s. It does
-    this for the row tiles from ``row0`` to ``rows_end`` that no visit initialises. If the first
-    pass initialises all row tiles, it does nothing. ``rO``, ``rl`` and ``rm`` are registers that it
-    may overwrite.
+    The values are O = 0, l = 0 and m = -inf. With a sink s, they are O = 0, l = 1 and m = s.
+    Normally the function does nothing, because the first pass over K/V initialises O, l and m. With
+    a window, ``q_lens`` or a block mask, the first pass can skip row tiles:
+
+    | case | row tiles that the function initialises |
+    |---|---|
+    | no block mask | all |
+    | block mask | those with rows that no visit initialises |
+
+    The row tiles are those from row ``row0`` to row ``rows_end`` - 1 of the head. ``rO``, ``rl``
+    and ``rm`` are registers that the function may overwrite.
     """
     Br, start, write_state = spec.Br, make_start(spec), make_write_state(spec)
     initialises, is_unseen = spec.features.initialises, make_is_unseen(spec)
@@ -40,10 +47,11 @@ def make_initialise(spec):
 @part
 def make_read_state(spec):
     """Make ``read_state(rO, rl, rm, state, visit, tile, rows_end)``, which reads O, l and m of a
-    row tile.
+    row tile from global memory into registers.
 
-    If the visit is the first one of the row tile, it reads nothing. It then sets O = 0, l = 0 and m
-    = -inf, or l = 1 and m = s with a sink s.
+    If global memory contains no state of the row tile yet, the function reads nothing. It then sets
+    O = 0, l = 0 and m = -inf. With a sink s, it sets O = 0, l = 1 and m = s.
+    ``visits.make_row_starts`` finds this case from the word ``visit``.
     """
     row_starts, start = make_row_starts(spec), make_start(spec)
     read_rows, read_values = make_read_rows(spec), make_read(spec)

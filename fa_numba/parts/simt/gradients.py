@@ -24,11 +24,19 @@ from fa_numba.parts.visits import make_is_unseen, make_row_starts
 
 @part
 def make_initialise_dq(spec):
-    """Make ``initialise_dq(rdQ, dQ, first, heads, row0, rows_end, thread)``, which writes dQ = 0.
+    """Make ``initialise_dq(rdQ, dQ, first, heads, row0, rows_end, thread)``, which writes dQ = 0
+    for some row tiles, before the loops of the kernel begin.
 
-    It writes to the row tiles from ``row0`` to ``rows_end`` that no visit initialises, in ``heads``
-    query heads from ``first`` on. If the first pass initialises all row tiles, it does nothing.
-    ``rdQ`` are registers that it overwrites.
+    Normally it does nothing, because the first pass over K/V initialises dQ. With a window,
+    ``q_lens`` or a block mask, the first pass can skip row tiles:
+
+    | case | row tiles to which zeros are written |
+    |---|---|
+    | no block mask | all |
+    | block mask | those with rows that no visit initialises |
+
+    The row tiles are those from row ``row0`` to row ``rows_end`` - 1 of the block's ``heads`` query
+    heads. ``first`` is the ``Head`` of the first one. ``rdQ`` are registers that are overwritten.
     """
     Br, RQ, initialises = spec.Br, spec.TM * spec.DN * 4, spec.features.initialises
     is_unseen = make_is_unseen(spec)

@@ -1,11 +1,11 @@
 """Dropout in FA-2's backward pass on Hopper's tensor cores.
 
-The producers draw random numbers before the consumers need them, and store one bit per element of S
-in shared memory: 1 means kept. The consumers read the bits.
+The producers draw random numbers before the consumers need them. For each element of S, they store
+one bit in shared memory: 1 means that dropout keeps the element. The consumers read these bits.
 
-A draw has eight elements. They belong to two neighbouring warps, each of which computes 16 columns
-of S. A thread that draws therefore computes the bits for two consumer threads, and no draw is
-computed twice.
+One draw of random numbers serves eight elements of S. Each consumer warp computes 16 columns of S,
+and the eight elements belong to two neighbouring consumer warps. A producer thread therefore
+computes the bits of two consumer threads. No draw is computed twice.
 """
 
 from fa_numba.device import cuda, device_function, uint32
@@ -20,11 +20,14 @@ from fa_numba.tiling.wgmma import GROUP
 
 @device_function
 def _kept(w0, w1, w2, w3, last, less):
-    """Return eight bits: which halves of the words w0 to w3 are larger than the half of ``last``.
+    """Compare eight random 16-bit numbers with the number in ``last``, and return eight bits.
 
-    Bits 0 to 3 of the lower half of the result are for the lower halves of the words, and bits 0 to
-    3 of the upper half for the upper halves. ``last`` contains the largest random number that is
-    dropped, in both halves. ``less`` is a constant that ``larger_halves`` needs.
+    The random numbers are the halves of the words w0 to w3. A bit is 1 if its number is larger.
+    Bits 0 to 3 of the result are for the lower halves of w0 to w3. Bits 16 to 19 are for the upper
+    halves.
+
+    ``last`` contains the largest random number that is dropped, once in each half. ``less`` is a
+    constant that ``larger_halves`` needs.
     """
     k0, k1 = larger_halves(w0, last, less), larger_halves(w1, last, less)
     k2, k3 = larger_halves(w2, last, less), larger_halves(w3, last, less)
@@ -33,12 +36,16 @@ def _kept(w0, w1, w2, w3, last, less):
 
 @part
 def make_draw_tile(spec):
-    """Make ``draw_tile(shared, i0, j0, head, slot)``, which stores the bits of a tile of S in a
-    slot.
+    """Make ``draw_tile(shared, i0, j0, head, slot)``, which draws the dropout bits of a tile of S
+    and stores them in a slot of ``shared.sB``.
 
-    All threads of the producer warpgroup call it. A warp draws for 32 columns of S. A thread draws
-    for its position in two consumer warps. Each consumer thread has two columns of S. One word
-    contains its bits for 16 rows of each column, one half word per column.
+    The tile begins at (i0, j0) of S. All threads of the producer warpgroup must call the function.
+    A bit is 1 if dropout keeps the element.
+
+    A producer warp draws for 32 columns of S, which two consumer warps compute. Each of its lanes
+    computes the words of two consumer threads: the lane with the same number in each of the two
+    consumer warps. A consumer thread holds two columns of S. One 32-bit word contains the bits of
+    16 of its rows: the lower half for the first column, the upper half for the second column.
     """
     WORDS, THREADS, Bc = spec.drawn_words, spec.drawing_threads, spec.Bc
     full = spec.pipelines.q.full
@@ -73,10 +80,11 @@ def make_draw_tile(spec):
 
 @part
 def make_read_drawn(spec):
-    """Make ``read_drawn(rBits, stage)``, which reads this consumer thread's bits of a slot into
-    registers.
+    """Make ``read_drawn(rBits, stage)``, which reads the dropout bits of this consumer thread from
+    shared memory into the registers rBits.
 
-    ``stage`` is the number of the slot. ``rBits: (spec.drawn_words,)`` gets the words that
+    The bits belong to the thread's elements of S: 1 means that dropout keeps the element. ``stage``
+    is the number of the slot. ``rBits: (spec.drawn_words,)`` gets 32-bit words with the layout that
     ``make_draw_tile`` describes.
     """
     WORDS, THREADS, (AT_B, NB) = spec.drawn_words, spec.drawing_threads, spec.drawn_span
@@ -92,12 +100,10 @@ def make_read_drawn(spec):
 
 @part
 def make_drop_drawn(spec):
-    """Make ``drop_drawn(rP, sB, stage)``, which makes the dropped elements of PT negative, as
-    ``drop`` does.
+    """Make ``drop_drawn(rP, sB, stage)``, which makes the dropped elements of PT in rP negative.
 
-    The bits come from the slot number ``stage`` of sB. If the scores stay in registers until dS is
-    computed (``features.scores_stay``), it does nothing, because ``ds_of_columns`` then drops the
-    elements.
+    The dropout bits come from the slot number ``stage`` of sB. If ``features.scores_stay`` is true,
+    the function does nothing: ``ds_of_columns`` then computes P and drops the elements.
     """
     WORDS, THREADS, TM, shares = spec.drawn_words, spec.drawing_threads, spec.TM, spec.wide
     if spec.features.scores_stay:

@@ -367,8 +367,11 @@ def make_row_dots(spec):
 # In every pass, the same thread reads and writes an element of dQ. It reads what it has written
 # itself in the pass before, which needs no fence and no barrier.
 def pairs_of_dq(spec):
-    """Return the distance, in rows and columns, of each pair of a thread's dQ from its first
-    element.
+    """Return the position of each of a thread's pairs of elements of dQ, relative to the thread's
+    first element.
+
+    A position is (rows, columns). Pair number e consists of the registers 2 e and 2 e + 1, which
+    hold two neighbouring elements of a row.
     """
     return tuple((8 * i, 8 * n) for i in range(2) for n in range(spec.query_columns // 8))
 
@@ -443,12 +446,20 @@ def make_write_dq(spec):
 @part
 def make_initialise_dq(spec):
     """Make ``initialise_dq(rdQ, a_and_dq, scale, first, h_end, row0, rows_end, thread)``, which
-    writes dQ = 0.
+    writes dQ = 0 for some row tiles, before the loops of the kernel begin.
 
-    ``a_and_dq`` is the pair (A, dQ) of arrays. It writes to both (with a block mask only to dQ),
-    for the row tiles from ``row0`` to ``rows_end`` that no visit initialises. It does this in the
-    query heads from ``first`` to ``h_end`` - 1. If the first pass initialises all row tiles, it
-    does nothing.
+    Normally it does nothing, because the first pass over K/V initialises dQ. With a window,
+    ``q_lens`` or a block mask, the first pass can skip row tiles, and the function writes zeros:
+
+    | case | row tiles | arrays |
+    |---|---|---|
+    | no block mask | all | the float32 sum A, and dQ |
+    | block mask | those with rows that no visit initialises | dQ |
+
+    ``a_and_dq`` is the pair (A, dQ) of arrays. The row tiles are those from row ``row0`` to row
+    ``rows_end`` - 1 of the block's query heads. ``first`` is the ``Head`` of the first query head,
+    and ``h_end`` is one past the number of the last one. ``rdQ`` are registers that are
+    overwritten.
     """
     Br, RQ, initialises = spec.Br, spec.query_registers, spec.features.initialises
     is_unseen, sparse = make_is_unseen(spec), spec.features.sparse
@@ -494,21 +505,23 @@ def _make_write_rounded(spec):
 
 @cache
 def make_fa1_write_dv(spec):
-    """Make ``fa1_write_dv(rdV, sV, dV, row0, head, thread)``, which writes this consumer's rows of
-    dV.
+    """Make ``fa1_write_dv(rdV, sV, dV, row0, head, thread)``, which writes this consumer
+    warpgroup's rows of dV to global memory.
 
-    It works as ``fa1_write_columns``. The rows pass through the shared memory ``sV``.
+    It works as ``fa1_write_columns``, with shared memory sV in the place of sK.
     """
     return make_fa1_write_columns(spec.of_values)
 
 
 @part
 def make_fa1_write_columns(spec):
-    """Make ``fa1_write_columns(rdK, sK, dK, row0, head, thread)``, which writes this consumer's
-    rows of dK.
+    """Make ``fa1_write_columns(rdK, sK, dK, row0, head, thread)``, which writes this consumer
+    warpgroup's rows of dK to global memory.
 
-    The rows are rounded and pass through the shared memory of the consumer's rows of K. If several
-    blocks share dK (query splits), the rows are added to the float32 sum dK atomically instead.
+    The column tile begins at row ``row0`` of dK. Normally the rows are rounded to 16 bits and
+    stored in shared memory sK, where the consumer's rows of K were. The copy engine copies them
+    from there to dK. If several blocks share dK (query splits), ``dK`` is a float32 sum, and each
+    thread adds its part atomically from registers instead.
     """
     if spec.splits_queries:
         return _make_add_columns(spec)

@@ -404,10 +404,13 @@ def make_ds_of_columns(spec):
 
 @part
 def _make_ds_of_dp(spec):
-    """Make ``ds_of_columns`` for a P that was rounded before.
+    """Make the function ``ds_of_columns`` that ``make_ds_of_columns`` describes, for specs that
+    have rounded P before.
 
-    With ``spec.rounds_before_ds``, it takes PT in 16 bits from rP, and the registers of S are free.
-    Otherwise rS holds PT times the derivatives of the scores.
+    | spec | where P is |
+    |---|---|
+    | ``spec.rounds_before_ds`` | rP holds PT in 16 bits, and the registers rS are free |
+    | otherwise (``spec.slopes_early``) | rS holds PT times the derivatives of the scores |
     """
     TM, TN, Br, rounded = spec.TM, spec.TN, spec.Br, spec.rounds_before_ds
     times_slope = make_times_slope(spec.features)
@@ -432,9 +435,12 @@ def _make_ds_of_dp(spec):
 
 @part
 def _make_ds_of_pairs(spec):
-    """Make ``ds_of_columns`` for scores that stay in registers until dS, if ``spec.slopes_alone``.
+    """Make the function ``ds_of_columns`` that ``make_ds_of_columns`` describes, for calls with
+    ``spec.slopes_alone`` but without ``spec.slopes_early``.
 
-    P and the derivative of ``score_mod`` are then computed for pairs of neighbouring rows.
+    In these calls, registers hold the scores until dS is computed, because dS needs the derivative
+    of ``score_mod``. The function computes P and this derivative for two neighbouring rows at a
+    time.
     """
     TM, COUNT, Br, late = spec.TM, spec.TM * spec.TN, spec.Br, not spec.rounds_early
     pack, _ = CONVERSIONS[DTYPES[spec.dtype].matrix]
@@ -463,8 +469,11 @@ def _make_ds_of_pairs(spec):
 
 @part
 def _make_ds_of_modified(spec):
-    """Make ``ds_of_columns`` for scores that stay in registers until dS
-    (``features.scores_stay``).
+    """Make the function ``ds_of_columns`` that ``make_ds_of_columns`` describes, for calls with
+    ``features.scores_stay`` but without ``spec.slopes_alone``.
+
+    In these calls, registers hold the scores until dS is computed. The function computes P and dS
+    for one element at a time.
     """
     TM, COUNT, Br, late = spec.TM, spec.TM * spec.TN, spec.Br, not spec.rounds_early
     pack, _ = CONVERSIONS[DTYPES[spec.dtype].matrix]

@@ -1,7 +1,9 @@
-"""Words about a block mask that the loader of a tile leaves for the consumers (Hopper).
+"""Words about a block mask, which the thread that loads a tile stores for the consumers (Hopper).
 
-Reading the lists of a block mask takes registers and instructions, which consumers lack. The thread
-that loads a tile therefore reads the lists, and stores one word in the tile's slot.
+The lists of a block mask say which tile is visited next. Reading the lists takes registers and
+instructions, which consumers lack. The thread that loads a tile therefore reads the lists. It
+stores one 32-bit word for each tile, in the tile's slot. The word says what comes after the tile,
+such as the next column tile.
 """
 
 from fa_numba.device import cuda, float32, uint32
@@ -13,11 +15,16 @@ STATE_AT = 30  # the first bit of the state in a word; the bits below say what c
 
 @part
 def make_word(spec):
-    """Make ``word(following, tile)``, which returns the word for a tile's slot.
+    """Make ``word(following, tile)``, which returns the 32-bit word that a loader stores in the
+    slot of ``tile`` for the consumers.
 
-    ``following`` says what comes after the tile. With ``spec.reads_state``, the bits from STATE_AT
-    on contain the state of the tile's block, for a ``mask_mod``. The loader computes the word
-    before it waits for the slot, so that nobody waits for the lists.
+    The lower bits of the word are ``following``, an integer that says what comes after the tile,
+    such as the first column of the next column tile. With ``spec.reads_state``, the bits from
+    STATE_AT on are the state of the tile's block in the block mask, which a ``mask_mod`` needs.
+    Otherwise the word is ``following``.
+
+    The function reads the state from global memory. The loader calls it before it waits for an
+    empty slot. The consumers therefore do not wait for this read.
     """
     reads_state, block_state = spec.reads_state, make_block_state(spec)
 
@@ -31,11 +38,10 @@ def make_word(spec):
 
 @part
 def make_read_word(spec):
-    """Make ``read(rBS, words, at)``, which reads the word that the loader of a tile has left in its
-    slot.
+    """Make ``read(rBS, words, at)``, which reads the word that ``make_word`` describes from a slot.
 
-    The word is ``words[at]``. The result is what comes after the tile. With ``spec.reads_state``,
-    ``rBS[0]`` gets the state of the tile's block, as ``read_bias_or_state`` would store it. All
+    The word is ``words[at]``. The function returns the integer that says what comes after the tile.
+    With ``spec.reads_state``, ``rBS[0]`` gets the state of the tile's block in the block mask. All
     lanes of the warp must call the function together.
     """
     reads_state, below = spec.reads_state, (1 << STATE_AT) - 1

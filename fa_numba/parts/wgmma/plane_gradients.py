@@ -1,9 +1,13 @@
 """Parts of the backward pass for float32 matrices, as sums of 16-bit planes, on Hopper.
 
-For head dimensions up to 64, a consumer computes dV, dK and dQ of its own 64 columns of S. Above
-64, both consumers have the same 64 columns: one computes dV, the other dK, and each half of dQ.
-Each tile has sums of its own. They are multiplied by the factor that undoes the powers of two of
-scaled planes, and added in float32.
+| head dimension | columns of S | what the two consumer warpgroups compute |
+|---|---|---|
+| up to 64 | 64 own columns for each consumer | each: dV, dK and dQ of its columns |
+| above 64 | both have the same 64 columns | one: dV. The other: dK. Each: half of dQ |
+
+The products of each tile are summed in registers of their own. These sums are multiplied by the
+factor that undoes the powers of two of scaled planes. They are then added to the results in
+float32.
 """
 
 from functools import cache
@@ -157,8 +161,11 @@ def make_units_of_ds(spec):
 
 @part
 def make_split_ds(spec):
-    """Make ``split_ds(rdS, rT, power)``, which splits ``power`` times dST in rT into planes in
-    rdS.
+    """Make ``split_ds(rdS, rT, power)``, which splits dST into planes.
+
+    ``rT`` holds dST in float32. Each element is multiplied by ``power``, a power of two, if planes
+    are scaled. Its planes are then stored in the registers ``rdS``, as words of two 16-bit
+    elements.
     """
     WORDS, scaled = spec.p_registers, spec.features.scaled
     split = make_split(spec.dtype, spec.planes)

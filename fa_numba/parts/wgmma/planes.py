@@ -1,9 +1,8 @@
 """A warpgroup's products of float32 matrices on Hopper, where each matrix is a sum of planes.
 
 A product of float32 matrices becomes several products of planes (``parts.fragments.planes``). They
-are added to one sum, from the smallest to the largest. Each tile has a sum of its own. In shared
-memory, the panels of a plane come after those of the plane before. In P's registers, the words of a
-plane come after those of the plane before.
+are added to one sum, from the smallest to the largest. Each tile has a sum of its own. The planes
+of a matrix are stored one after the other, both in shared memory and in the registers of P.
 """
 
 from functools import cache
@@ -67,9 +66,10 @@ def multiply_pairs(spec, count, N, a, b, steps):
 
 @part
 def make_product_of_planes(spec, count):
-    """Make ``product(rT, rP, sV, at)``, which begins T = P V by ``count`` pairs of planes.
+    """Make ``product(rT, rP, sV, at)``, which begins the product T = P V of the first ``count``
+    pairs of planes.
 
-    V's tile begins at element ``at`` of sV.
+    The planes of P are in the registers rP. The tile of V begins at element ``at`` of sV.
     """
     d, Bc, STEPS, WORDS = spec.columns, spec.Bc, spec.Bc // STEP, spec.p_registers // spec.planes
     i, j = pairs_of_planes(spec.planes)[count - 1]
@@ -86,10 +86,11 @@ def make_product_of_planes(spec, count):
 
 @part
 def make_split_pair(spec, times=P_SCALE):
-    """Make ``split_pair(rP, n, low, high)``, which stores the planes of two elements of P.
+    """Make ``split_pair(rP, n, low, high)``, which splits two elements of P, ``low`` and ``high``,
+    into planes.
 
-    The planes of ``low`` and ``high`` go to word n of each plane in rP. With scaled planes, both
-    elements are multiplied by ``times`` first.
+    A plane of both elements becomes one word of rP: word number n of this plane. With scaled
+    planes, both elements are first multiplied by ``times``.
     """
     WORDS, scaled = spec.p_registers // spec.planes, spec.features.scaled
     split, P = make_split(spec.dtype, spec.planes), times
@@ -104,8 +105,9 @@ def make_split_pair(spec, times=P_SCALE):
 
 @part
 def make_split_p(spec, times=P_SCALE):
-    """Make ``split_p(rP, rS)``, which splits P in rS into planes. ``times`` is that of
-    ``make_split_pair``.
+    """Make ``split_p(rP, rS)``, which splits P in the registers rS into planes in the registers rP.
+
+    With scaled planes, P is first multiplied by ``times``.
     """
     WORDS, split_pair = spec.p_registers // spec.planes, make_split_pair(spec, times)
 
@@ -118,9 +120,10 @@ def make_split_p(spec, times=P_SCALE):
 
 @part
 def make_scale_output(spec):
-    """Make ``scale_output(rO, head)``, which multiplies O by the factor that is still missing.
+    """Make ``scale_output(rO, head)``, which multiplies O by the factors that the products of
+    planes have left out.
 
-    The factor undoes the powers of two of scaled planes, and with dropout contains 1 / (1 -
+    The factor undoes the powers of two of scaled planes. With dropout, it also contains 1 / (1 -
     dropout_p).
     """
     RO, units = spec.TM * spec.DN * 4, make_units(spec)

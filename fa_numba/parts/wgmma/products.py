@@ -19,10 +19,11 @@ from fa_numba.tiling.wgmma import PANEL
 
 @part
 def make_begin_scores(spec):
-    """Make ``begin_scores(rS, sQ, q_stage, w, sK, stage)``, which begins S = Q KT.
+    """Make ``begin_scores(rS, sQ, q_stage, w, sK, stage)``, which begins the product S = Q KT in
+    the registers rS.
 
-    It computes warpgroup w's rows of Q in slot number ``q_stage``, and all rows of K in slot number
-    ``stage``.
+    The product is of warpgroup w's rows of Q in slot number ``q_stage`` of sQ, and all rows of K in
+    slot number ``stage`` of sK.
     """
     (NQ, NK, _), own, multiply = spec.tile_halves, PANEL * spec.consumer_rows, make_multiply(spec)
     if spec.planes > 1:
@@ -36,10 +37,10 @@ def make_begin_scores(spec):
 
 @part
 def make_begin_output(spec):
-    """Make ``begin_output(rO, rP, sV, stage)``, which begins O += P V with V in slot number
-    ``stage``.
+    """Make ``begin_output(rO, rP, sV, stage)``, which begins the product O += P V, with P in
+    registers and V in slot number ``stage`` of sV.
 
-    With planes it begins O = P V.
+    With planes, it begins O = P V instead.
     """
     NV, add_product = spec.tile_halves[2], make_add_product(spec)
     if spec.planes > 1:
@@ -53,10 +54,9 @@ def make_begin_output(spec):
 
 @part
 def make_multiply(spec):
-    """Make ``multiply(rS, sQ, first, sK, at)``, which begins S = Q KT.
+    """Make ``multiply(rS, sQ, first, sK, at)``, which begins the product S = Q KT for 64 rows of Q.
 
-    It computes the 64 rows from element ``first`` of sQ on. The tile of K begins at element ``at``
-    of sK.
+    These rows begin at element ``first`` of sQ. The tile of K begins at element ``at`` of sK.
     """
     Br, Bc, STEPS = spec.Br, spec.Bc, ceil_div(spec.head_dim, STEP)
     multiply = MULTIPLY[DTYPES[spec.dtype].matrix]
@@ -69,8 +69,9 @@ def make_multiply(spec):
 
 @part
 def make_add_product(spec):
-    """Make ``add_product(rO, rP, sV, at)``, which begins O += P V. V's tile begins at element
-    ``at`` of sV.
+    """Make ``add_product(rO, rP, sV, at)``, which begins the product O += P V.
+
+    P is in the registers rP. The tile of V begins at element ``at`` of sV.
     """
     d, Bc, STEPS = spec.columns, spec.Bc, spec.Bc // STEP
     multiply = MULTIPLY_REGISTERS[DTYPES[spec.dtype].matrix]
@@ -83,28 +84,30 @@ def make_add_product(spec):
 
 @cache
 def make_wait_scores(spec):
-    """Make ``wait_scores(rS, more)``, which waits until S is in the registers rS.
+    """Make ``wait_scores(rS, more)``, which waits until the product S is complete in the registers
+    rS.
 
-    With ``more``, one product that was begun after S may still be running.
+    If ``more`` is true, one product that was begun after S may still be running.
     """
     return wait_with(spec.TM * spec.TN, spec.products)
 
 
 @cache
 def make_wait_output(spec):
-    """Make ``wait_output(rO, more)``, which waits until O is in the registers rO.
+    """Make ``wait_output(rO, more)``, which waits until the product P V is complete in the
+    registers rO.
 
-    With ``more``, one product that was begun after P V may still be running.
+    If ``more`` is true, one product that was begun after P V may still be running.
     """
     return wait_with(spec.TM * spec.DN * 4, spec.products)
 
 
 @part
 def wait_with(registers, later):
-    """Make ``wait(rT, more)``, which waits for a product in the registers rT.
+    """Make ``wait(rT, more)``, which waits until a product is complete in the registers rT.
 
-    rT has ``registers`` registers. With ``more``, up to ``later`` products that were begun after it
-    may still be running.
+    rT has ``registers`` registers. If ``more`` is true, up to ``later`` instructions that were
+    begun after this product may still be running. Otherwise none may.
     """
 
     def wait(rT, more):
@@ -118,10 +121,10 @@ def wait_with(registers, later):
 
 @part
 def wait_for(registers, later):
-    """Make ``wait(rT)``, which waits for a product in the registers rT.
+    """Make ``wait(rT)``, which waits until a product is complete in the registers rT.
 
-    rT has ``registers`` registers. Up to ``later`` products that were begun after it may still be
-    running.
+    rT has ``registers`` registers. Up to ``later`` products that were begun after this product may
+    still be running.
     """
 
     def wait(rT):
@@ -132,9 +135,11 @@ def wait_for(registers, later):
 
 @part
 def make_tile_sums(spec):
-    """Make ``tile_sums(rO)``, which returns the registers for P V of one tile.
+    """Make ``tile_sums(rO)``, which returns the registers in which the product P V of one tile is
+    computed.
 
-    They are rO itself. With planes they are separate registers.
+    Normally these are rO, because the product is added to O. With planes they are separate
+    registers.
     """
     RO, apart = spec.TM * spec.DN * 4, spec.planes > 1
 
@@ -149,9 +154,11 @@ def make_tile_sums(spec):
 
 @part
 def make_end_output(spec):
-    """Make ``end_output(rO, rT, more)``, which waits for P V of one tile in rT.
+    """Make ``end_output(rO, rT, more)``, which waits until the product P V of one tile is complete
+    in the registers rT.
 
-    ``more`` is that of ``wait_output``. With planes, rT is then added to rO. Otherwise rT is rO.
+    ``more`` is the argument of ``wait_output``. Normally rT is rO. With planes, rT is separate, and
+    the function adds rT to rO.
     """
     RO, apart, wait_output = spec.TM * spec.DN * 4, spec.planes > 1, make_wait_output(spec)
 
@@ -166,10 +173,11 @@ def make_end_output(spec):
 
 @part
 def make_unscale_output(spec):
-    """Make ``unscale_output(rO, head)``, which multiplies O by the factor that is still missing.
+    """Make ``unscale_output(rO, head)``, which multiplies O by the factors that the products have
+    left out.
 
-    The factor is 1 / (1 - dropout_p) with dropout. With planes it also undoes the powers of two of
-    scaled planes.
+    With dropout, one factor is 1 / (1 - dropout_p). With scaled planes, the other factor undoes the
+    powers of two.
     """
     return planes.make_scale_output(spec) if spec.planes > 1 else _make_unscale_kept(spec)
 
@@ -189,10 +197,10 @@ def _make_unscale_kept(spec):
 
 @part
 def make_round_p(spec):
-    """Make ``round_p(rP, rS)``, which rounds P in rS to 16 bits.
+    """Make ``round_p(rP, rS)``, which rounds P in the registers rS to 16 bits in the registers rP.
 
-    A word of rP contains two neighbouring elements. Elements that ``drop`` has marked become 0.
-    With planes, rP gets the planes of P.
+    A word of rP contains two neighbouring elements. Elements that ``drop`` has marked as dropped
+    become 0. With planes, rP gets the planes of P instead.
     """
     WORDS, pack = spec.p_registers, pack_p(spec)
     if spec.planes > 1:
@@ -207,10 +215,10 @@ def make_round_p(spec):
 
 @part
 def make_round_pair(spec):
-    """Make ``round_pair(rP, n, low, high)``, which rounds two neighbouring elements of P into word
-    n of rP.
+    """Make ``round_pair(rP, n, low, high)``, which rounds two neighbouring elements of P to 16 bits
+    and stores them in word n of rP.
 
-    With planes, each plane gets a word.
+    With planes, it stores the planes of the elements instead: one word for each plane.
     """
     pack = pack_p(spec)
     if spec.planes > 1:

@@ -38,7 +38,7 @@ def make_wide_shared_memory(spec):
 
 @part
 def make_start_column(spec):
-    """Make ``start_column(rT)``, which sets dK = 0, or dV = 0, in registers."""
+    """Make ``start_column(rT)``, which sets the registers rT of dK (or dV) to 0."""
     RK = spec.column_registers
 
     def start_column(rT):
@@ -50,19 +50,21 @@ def make_start_column(spec):
 
 @cache
 def make_wait_column(spec):
-    """Make ``wait_column(rT)``, which waits until dK, or dV, is in the registers rT.
+    """Make ``wait_column(rT)``, which waits until the product for dK (or dV) is complete in the
+    registers rT.
 
-    One product that was begun after it may still be running.
+    One product that was begun later may still be running.
     """
     return wait_for(spec.column_registers, 1)
 
 
 @part
 def make_store_scores(spec):
-    """Make ``store_scores(sS, at, rS)``, which stores this thread's part of ST in shared memory.
+    """Make ``store_scores(sS, at, rS)``, which stores this thread's part of ST in shared memory,
+    for the other consumer warpgroup.
 
-    ``rS: (TN, TM)`` are registers. The slot begins at element ``at`` of sS. The thread at the same
-    position in the other consumer reads it.
+    ``rS: (TN, TM)`` are registers. The slot begins at element ``at`` of sS. The thread with the
+    same position in the other consumer warpgroup reads the part.
     """
     RS = spec.TM * spec.TN
 
@@ -77,10 +79,10 @@ def make_store_scores(spec):
 
 @part
 def make_give_scores(spec):
-    """Make ``give_scores(shared, at, stage, rS)``, which stores ST as ``store_scores`` and marks
-    the slot as full.
+    """Make ``give_scores(shared, at, stage, rS)``, which stores ST in slot number ``stage`` and
+    marks the slot as full.
 
-    ``stage`` is the number of the slot, and the slot begins at element ``at`` of ``shared.sS``.
+    The slot begins at element ``at`` of ``shared.sS``. ``make_store_scores`` explains ``rS``.
     """
     store_scores, full = make_store_scores(spec), spec.pipelines.s.full
 
@@ -93,8 +95,8 @@ def make_give_scores(spec):
 
 @part
 def make_take_scores(spec):
-    """Make ``take_scores(rS, sS, at)``, which reads the part of ST that ``store_scores`` has
-    stored.
+    """Make ``take_scores(rS, sS, at)``, which reads the part of ST that the other consumer
+    warpgroup has stored by ``store_scores``.
 
     The slot begins at element ``at`` of sS. ``rS: (TN, TM)`` are registers.
     """
