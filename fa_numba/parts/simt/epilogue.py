@@ -1,9 +1,11 @@
 """A thread's part of O, dQ, dK and dV on CUDA cores, moved between registers and global memory.
 
-The position of a thread is (ty, tx). Of a row tile, the thread holds the rows ty + i TY, and in
-each row the columns 4 (tx + c TX) to 4 (tx + c TX) + 3. Column n of group c in row number i is in
-register 4 (i DN + c) + n. Of dK and dV, the thread holds the rows 4 (ty + g TY) to 4 (ty + g TY) +
-3. These rows are neighbouring columns of P, so that one 16-byte load reads them from shared memory.
+The position of a thread is (ty, tx):
+
+- Row tiles (O, dQ): the thread holds the rows ty + i TY. In each row, it holds the columns 4 (tx +
+  c TX) to 4 (tx + c TX) + 3. Column n of group c in row number i is in register 4 (i DN + c) + n.
+- Column tiles (dK, dV): the thread holds the rows 4 (ty + g TY) to 4 (ty + g TY) + 3. These rows
+  are neighbouring columns of P, so that one 16-byte load reads them from shared memory.
 """
 
 from functools import cache
@@ -51,11 +53,11 @@ def make_read_rows(spec):
 
 @part
 def _make_write_four(spec):
-    """Make ``write_four(rT, e, T, row, col, rows_end)``, which writes the registers e to e + 3 to a
-    row of T.
+    """Make ``write_four(rT, e, T, row, col, rows_end)``, which writes the registers e to e + 3 to
+    the columns col to col + 3 of a row of T.
 
-    They go to the columns from ``col`` on. Nothing is written at or past ``rows_end``, or past the
-    end of a row.
+    Nothing is written if the row is at or past ``rows_end``. Nothing is written past the end of the
+    row.
     """
     d, aligned = spec.d_v, spec.aligned
 
@@ -94,7 +96,7 @@ def make_write_rows(spec):
 
 @cache
 def make_write_split(spec):
-    """Make ``write_split``, which writes O, l and m of a key split.
+    """Make ``write_split``, which writes O, l and m of a key split to global memory.
 
     ``split_epilogue.writes_split`` explains the arguments.
     """
@@ -103,8 +105,8 @@ def make_write_split(spec):
 
 @part
 def make_write_two(spec):
-    """Make ``write_two(T, row, col, low, high)``, which writes ``low`` and ``high`` to col and col
-    + 1 of a row.
+    """Make ``write_two(T, row, col, low, high)``, which writes ``low`` and ``high`` to the columns
+    col and col + 1 of a row.
 
     Elements past the end of the row are not written.
     """
@@ -122,7 +124,7 @@ def make_write_two(spec):
 @part
 def make_write_columns(spec):
     """Make ``write_columns(rT, T, row0, rows_end, thread)``, which writes a thread's part of dK or
-    dV.
+    dV to the array T.
 
     The column tile begins at row ``row0`` of T. If several blocks share dK and dV
     (``spec.splits_queries``), the part is added to T atomically instead.
@@ -147,7 +149,7 @@ def make_write_columns(spec):
 def make_write_dv(spec):
     """Make ``write_dv(rdV, dV, row0, rows_end, thread)``, which writes a thread's part of dV.
 
-    It works as ``write_columns``, with V's head dimension.
+    ``make_write_columns`` explains the arguments. The number of columns is V's head dimension.
     """
     return make_write_columns(spec.of_values)
 

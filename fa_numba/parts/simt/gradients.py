@@ -83,11 +83,11 @@ def make_add_rows(spec):
 
 @part
 def make_update_rows(spec):
-    """Make ``update_rows(rT, T, factor, visit, tile, rows_end)``, which sets T = factor rT + T in
-    global memory.
+    """Make ``update_rows(rT, T, factor, visit, tile, rows_end)``, which sets T = ``factor`` rT + T
+    for a thread's part of a row tile in global memory.
 
-    rT holds a thread's part of a row tile. It uses no atomic adds. If the visit is the first one of
-    the row tile, T counts as 0 and is not read.
+    It uses no atomic adds. If T contains no values of the row tile yet
+    (``visits.make_row_starts``), T counts as 0 and is not read.
     """
     RT, row_starts = spec.TM * 4 * spec.DN, make_row_starts(spec)
     read_rows = make_read_rows(spec)
@@ -108,11 +108,12 @@ def make_update_rows(spec):
 
 @cache
 def make_row_dots(spec):
-    """Make ``row_dots(rD, rL, sdO, O, tile)``, which computes D = rowsum(dO o O) of a thread's
-    rows.
+    """Make ``row_dots(rD, rL, sdO, O, tile)``, which computes D = rowsum(dO o O) of a thread's rows
+    in the registers rD.
 
-    dO is a tile in shared memory, and O is read from global memory. ``rD`` and ``rL`` have one
-    register per row. If the call has a gradient dL of the logsumexp, D - dL replaces D.
+    ``sdO`` is the tile of dO in shared memory, and O is read from global memory. ``rD`` and ``rL``
+    have one register per row: D and the logsumexp L. If the call has a gradient dL of the
+    logsumexp, rD gets D - dL instead.
     """
     return _make_row_dots(spec.of_values)
 

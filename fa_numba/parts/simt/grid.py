@@ -16,10 +16,9 @@ from fa_numba.parts.records import Thread
 def make_thread(spec):
     """Make ``thread()``, which returns this thread's position (ty, tx) in a tile.
 
-    TX threads share the rows ty + i TY, and tx is the number of a thread among them. The numbers
-    are such that lanes 2 n and 2 n + 1 have equal tx and different ty, if ``spec.lane_step`` is 2.
-    Neighbouring lanes then read the same 16 bytes of K. The load takes two wavefronts instead of
-    four.
+    TX threads share the rows ty + i TY, and tx is the number of a thread among these TX threads. If
+    ``spec.lane_step`` is 2, lanes 2 n and 2 n + 1 have equal tx and different ty. Both lanes then
+    read the same 16 bytes of K, and the load takes two wavefronts instead of four.
     """
     TX, STEP = spec.tx_count, spec.lane_step
 

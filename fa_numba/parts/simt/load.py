@@ -1,8 +1,8 @@
 """Asynchronous copies of tiles from global to shared memory, on CUDA cores.
 
 A load is complete after ``commit_async``, ``wait_async`` and ``syncthreads``, which the kernel
-calls. ``places`` in this module is a ``tiling.simt.SharedRows``: it says where a row of a tile
-begins in shared memory, and how its columns are swizzled.
+calls. An argument ``places`` is a ``tiling.simt.SharedRows``: the layout of a tile in shared
+memory. It says where a row begins, and how its columns are swizzled.
 """
 
 from functools import cache
@@ -55,11 +55,12 @@ def make_tile(rows, columns, places, threads, aligned):
 
 @part
 def _make_tile_by_columns(per_thread, apart, chunks, places, width):
-    """Make the function that ``make_tile`` describes, if all copies of a thread are in one column.
+    """Make the function that ``make_tile`` describes, for the case that all copies of a thread are
+    in one column.
 
-    A thread makes ``per_thread`` copies, which are ``apart`` rows from each other. A copy moves
-    ``width`` floats, and a row of the tile takes ``chunks`` copies. The address of the first copy
-    therefore gives the addresses of all.
+    A thread makes ``per_thread`` copies, which are ``apart`` rows from each other. The address of
+    its first copy therefore gives the addresses of the others. A copy moves ``width`` floats, and a
+    row of the tile takes ``chunks`` copies.
     """
     copy_async = copy4_async if width == 4 else copy1_async
     pitch, flip = places.pitch, flip_of(places)
@@ -171,14 +172,16 @@ def make_v(spec):
 
 @cache
 def make_next_q(spec):
-    """Make ``next_q``, which starts to load the next row tile: see ``prefetch.next_row_tile``."""
+    """Make ``next_q``, which starts to load the next row tile. ``prefetch.next_row_tile`` explains
+    the arguments.
+    """
     return next_row_tile(spec, make_q(spec))
 
 
 @cache
 def make_next_k(spec):
-    """Make ``next_k``, which starts to load the next column tile: see
-    ``prefetch.next_column_tile``.
+    """Make ``next_k``, which starts to load the next column tile. ``prefetch.next_column_tile``
+    explains the arguments.
     """
     return next_column_tile(spec, make_k(spec))
 
@@ -228,8 +231,8 @@ def make_p(spec):
 def make_paged_tile(rows, columns, places, threads, aligned, page_size):
     """Make the function that ``make_tile`` describes, for K or V in pages.
 
-    Its argument ``T`` is the tuple that ``grid.key_rows`` returns for pages. Each page has
-    ``page_size`` rows. The other arguments of the factory are those of ``make_tile``.
+    In this function, the argument ``T`` is the tuple that ``grid.key_rows`` returns for pages. Each
+    page has ``page_size`` rows. ``make_tile`` explains the other arguments of this factory.
     """
     width = 4 if aligned else 1
     chunks = columns // width
@@ -267,9 +270,11 @@ def make_paged_tile(rows, columns, places, threads, aligned, page_size):
 
 @part
 def _make_load_keys(spec, columns, places, d):
-    """Make ``load_whole(sT, T, row0, rows_end)``, which starts to copy a column tile of K or V.
+    """Make ``load_whole(sT, T, row0, rows_end)``, which starts to copy a column tile of K or V,
+    with or without pages.
 
-    ``d`` is the number of columns of T. T can be stored in pages.
+    ``d`` is the number of columns of T. ``columns`` is the number of columns of the tile in shared
+    memory.
     """
     page_size = spec.features.page_size
     if not page_size:

@@ -1,10 +1,15 @@
 """The matrix products of attention on CUDA cores: operands in shared memory, results in registers.
 
 The position of a thread is (ty, tx). The thread holds the rows ty + i TY and the columns tx + j TX
-of S. Its registers are ``rS: (TM, TN)`` for S, ``rO: (TM, DN, 4)`` and ``rT: (TM, DN, 4)`` for O
-and P V, and ``rdV: (CM, DN, 4)`` for dV or dK. Neighbouring threads read neighbouring rows, which
-the swizzle of a tile puts into different banks. All rows of a tile that one thread reads have the
-same swizzle, because TX and TY are multiples of the number of rows after which the swizzle repeats.
+of S. Its registers have these shapes:
+
+- ``rS: (TM, TN)`` for S,
+- ``rO: (TM, DN, 4)`` for O, and ``rT: (TM, DN, 4)`` for P V of one tile,
+- ``rdV: (CM, DN, 4)`` for dV or dK.
+
+Neighbouring threads read neighbouring rows, which the swizzle of a tile puts into different banks.
+All rows of a tile that one thread reads have the same swizzle, because TX and TY are multiples of
+the number of rows after which the swizzle repeats.
 """
 
 from functools import cache
@@ -22,10 +27,10 @@ LONGEST_SUM = 128
 
 @part
 def make_scores(spec):
-    """Make ``scores(rS, sQ, sK, thread)``, which computes S = Qi KjT in registers.
+    """Make ``scores(rS, sQ, sK, thread)``, which computes S = Qi KjT in the registers rS.
 
-    The sum is over the head dimension. Above LONGEST_SUM columns it is computed as two partial
-    sums, because the rounding of one long sum would show in the gradients.
+    The sum is over the head dimension. If this has more than LONGEST_SUM columns, the function
+    computes two partial sums, because the rounding of one long sum would show in the gradients.
     """
     RS = spec.TM * spec.TN
     if spec.d4 <= LONGEST_SUM:
@@ -46,8 +51,10 @@ def make_scores(spec):
 
 @cache
 def make_value_scores(spec):
-    """Make ``value_scores(rdP, sdO, sV, thread)``, which computes dP = dOi VjT over V's head
-    dimension.
+    """Make ``value_scores(rdP, sdO, sV, thread)``, which computes dP = dOi VjT in the registers
+    rdP.
+
+    The sum is over V's head dimension.
     """
     return make_scores(spec.of_values)
 
@@ -190,13 +197,13 @@ def _make_add_output(spec):
 
 @part
 def _make_add_to_rows(rows, DN, apart):
-    """Make ``add_to_rows(rT, rP, first, b, c)``, which adds the product of one column of rP and
-    four numbers b.
+    """Make ``add_to_rows(rT, rP, first, b, c)``, which adds the product of one column of rP and the
+    four numbers of ``b`` to the rows of rT.
 
-    In row i, the four columns of group c get rP[first + i apart] times the four numbers of b. Each
-    number of b multiplies all rows one after the other, downwards or upwards in turn. Consecutive
-    multiply-adds then share a factor, so that the assembler rarely reads three registers for one
-    instruction.
+    In row i, rP[first + i apart] times the four numbers is added to the four columns of group c.
+    Each number of ``b`` multiplies all rows before the next number does, downwards and upwards in
+    turn. Consecutive multiply-adds then share a factor, so that the assembler rarely reads three
+    registers for one instruction.
     """
 
     def add_to_rows(rT, rP, first, b, c):
@@ -216,8 +223,9 @@ def _make_add_to_rows(rows, DN, apart):
 def make_add_transposed(spec):
     """Make ``add_transposed(rdV, sP, sB, thread)``, which adds PT B to dV (or dK) in registers.
 
-    The sum is over the rows of the tile. ``sB`` is a row tile of dO (or Q). Each tile has a sum of
-    its own, for the reason that ``make_output`` gives.
+    ``sB`` is a row tile of dO (or Q). The sum is over the rows of the tile. The sum of each tile is
+    computed separately and then added: one running sum over all tiles would lose accuracy as N
+    grows.
     """
     CG, DN, TX, TY = spec.CM // 4, spec.DN, spec.tx_count, spec.ty_count
     bytes_p, flip_p = 4 * spec.rows_p.pitch, flip_of(spec.rows_p)
@@ -256,15 +264,19 @@ def make_add_transposed(spec):
 
 @cache
 def make_add_dv(spec):
-    """Make ``add_dv(rdV, sP, sdO, thread)``, which adds PT dOi to dV, over V's head dimension."""
+    """Make ``add_dv(rdV, sP, sdO, thread)``, which adds PT dOi to dV in registers.
+
+    ``make_add_transposed`` explains the arguments. The number of columns is V's head dimension.
+    """
     return make_add_transposed(spec.of_values)
 
 
 @part
 def make_scale_and_add(spec):
-    """Make ``scale_and_add(rO, rf, rT)``, which sets O = diag(f) O + T in registers.
+    """Make ``scale_and_add(rO, rf, rT)``, which multiplies each row of O by its factor in rf and
+    adds rT, in registers.
 
-    ``rf`` has one factor per row, and ``rT`` has the shape of ``rO``.
+    ``rT`` has the shape of ``rO``.
     """
     TM, DN4 = spec.TM, 4 * spec.DN
 
@@ -279,11 +291,10 @@ def make_scale_and_add(spec):
 
 @part
 def make_store_p(spec):
-    """Make ``store_p(sP, rS, options, thread)``, which stores P in shared memory
-    ``sP: (Br, Bc)``.
+    """Make ``store_p(sP, rS, options, thread)``, which stores P in shared memory ``sP: (Br, Bc)``.
 
-    rS holds P as ``drop`` has marked it. With dropout, dropped elements are stored as 0, and kept
-    ones are multiplied by 1 / (1 - dropout_p).
+    A negative element of rS is marked as dropped by ``drop``, and is stored as 0. With dropout, the
+    other elements are multiplied by 1 / (1 - dropout_p).
     """
     TM, TN, TX, TY = spec.TM, spec.TN, spec.tx_count, spec.ty_count
     pitch, flip, kept = spec.rows_p.pitch, flip_of(spec.rows_p), make_kept(spec)

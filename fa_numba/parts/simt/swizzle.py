@@ -6,9 +6,10 @@ from fa_numba.parts.namespace import part
 
 @part
 def flip_of(rows):
-    """Make ``flip(r)``, which returns the number for the exclusive or with the columns of row r.
+    """Make ``flip(r)``, which returns the swizzle of row r: an int64.
 
-    The columns and the number are in bytes. The number is an int64.
+    The exclusive or of this number and a column, both in bytes, gives the position of the column in
+    the row.
     """
     BYTES, STEP, WAYS = 4 * rows.unit, rows.step, rows.ways
 

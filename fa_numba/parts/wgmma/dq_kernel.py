@@ -1,7 +1,8 @@
 """Parts of the kernel that computes only dQ, on Hopper.
 
-Q is the outer loop: Qi and dOi stay in shared memory. S and dP are in registers by rows, as in the
-forward pass. dS is made of them and is the left operand of dS K.
+Q is the outer loop: Qi and dOi are loaded to shared memory once. As in the forward pass, a consumer
+warpgroup holds rows of S and dP in registers. From S and dP it computes dS in registers, which is
+the left operand of the product dS K.
 """
 
 from functools import cache
@@ -44,10 +45,10 @@ def make_dq_shared_memory(spec):
 @part
 def make_dq_row_tile(spec):
     """Make ``dq_row_tile(Q, K, group, options)``, which returns the first row of this block's row
-    tile, and its head.
+    tile, and the ``Head`` of the block.
 
-    With a causal mask, the row tiles with the most columns have the first blocks of the grid, so
-    that the last blocks are short.
+    The first blocks of the grid have the row tiles with the most columns, if there is a causal
+    mask. The last blocks are therefore short.
     """
     Br, packed, sequence_tile = spec.Br, spec.features.packed, sequence_tile_of(spec.Br)
     grouped, lengths = spec.grouped, make_lengths(spec)
@@ -67,8 +68,10 @@ def make_dq_row_tile(spec):
 
 @part
 def make_load_do_once(spec):
-    """Make ``load_do_once(sdO, dO, i0, head, bars, slot)``, which starts to load dOi. Rows beyond
-    the sequence become 0.
+    """Make ``load_do_once(sdO, dO, i0, head, bars, slot)``, which starts to load the row tile dOi,
+    the only tile of dO in this kernel.
+
+    Rows beyond the sequence become 0.
     """
     NO, full = spec.of_values.tile_halves[0], spec.pipelines.do.full
     load = make_tile_of_queries(spec.of_values, GROUP_ROWS)
@@ -81,28 +84,30 @@ def make_load_do_once(spec):
 
 @cache
 def make_load_v(spec):
-    """Make ``load_v(sV, V, j0, head, pages, bars, slot)``, which starts to load Vj into an empty
-    slot.
+    """Make ``load_v(sV, V, j0, head, pages, bars, slot)``, which starts to load the column tile Vj
+    into an empty slot.
+
+    ``load.make_v`` explains the arguments.
     """
     return make_v(spec.of_values)
 
 
 @cache
 def make_begin_dp(spec):
-    """Make ``begin_dp(rdP, sdO, once, w, sV, stage)``, which begins dP = dO VT of warpgroup w's
-    rows.
+    """Make ``begin_dp(rdP, sdO, once, w, sV, stage)``, which begins the product dP = dO VT for
+    warpgroup w's rows.
 
-    ``once`` is the number of the only slot of dO, and ``stage`` is the slot of V.
+    ``once`` is the number of the only slot of dO. ``stage`` is the number of the slot of V.
     """
     return make_begin_scores(spec.of_values)
 
 
 @part
 def make_p_of_rows(spec):
-    """Make ``p_of_rows(rS, scale, rL)``, which turns scores in rS into P = exp(S - L).
+    """Make ``p_of_rows(rS, scale, rL)``, which replaces the scores in rS by P = exp(S - L).
 
-    With a cap, or if the scores stay in registers until dS (``features.scores_stay``), it does
-    nothing, because ``ds_of_rows`` computes P then.
+    ``rL`` holds L of each row. With a cap or with ``features.scores_stay``, the function does
+    nothing: ``ds_of_rows`` then computes P.
     """
     if not (spec.features.softcap or spec.features.scores_stay):
         return softmax.make_from_lse(spec)
@@ -115,12 +120,16 @@ def make_p_of_rows(spec):
 
 @part
 def make_ds_of_rows(spec):
-    """Make ``ds_of_rows(rdS, rdP, rS, rL, rD, tile)``, which computes dS = P o (dP - D) in 16 bits.
+    """Make ``ds_of_rows(rdS, rdP, rS, rL, rD, tile)``, which computes dS = P o (dP - D) and rounds
+    it to 16 bits in rdS.
 
-    rS holds P as ``drop`` has marked it. With a cap, or if the scores stay in registers
-    (``features.scores_stay``), rS holds scores, and the function also computes P and the
-    derivatives of the scores. ``rL`` and ``rD`` have one register per row. Two neighbouring
-    elements of dS share a word of rdS.
+    | case | contents of rS before the call | what is also computed |
+    |---|---|---|
+    | normally | P, with dropped elements negative (``drop``) | |
+    | a cap, or ``features.scores_stay`` | scores | P and the derivatives of the scores |
+
+    ``rdP`` holds dP. ``rL`` and ``rD`` hold L and D of each row. A word of rdS contains two
+    neighbouring elements of dS.
     """
     if spec.features.scores_stay:
         return _make_ds_of_modified_rows(spec)

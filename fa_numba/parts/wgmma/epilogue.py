@@ -31,12 +31,15 @@ from fa_numba.tiling.wgmma import PANEL
 @part
 def make_write_out(spec):
     """Make ``write_out(rO, rl, rm, shared, slot, out, split, tile)``, which writes the results of a
-    work tile.
+    work tile for one warpgroup's rows.
 
-    Without key splits, it writes O = diag(l)^-1 O and L = m + log l of a warpgroup's rows. O then
-    passes through the slot of Q in shared memory, unless the kernel works with planes. With key
-    splits, it writes the unnormalised O, l and m of split number ``split``, which ``merge_splits``
-    combines. In all cases it releases the slot of Q.
+    | case | results |
+    |---|---|
+    | no key splits | O = diag(l)^-1 O and L = m + log l |
+    | key splits | the unnormalised O, l and m of split number ``split``, for ``merge_splits`` |
+
+    Without key splits and without planes, O passes through the slot of Q in shared memory. In all
+    cases, the function releases the slot of Q.
     """
     splits, rows_of, sync_group = spec.features.splits, make_rows_of(spec), make_sync_group(spec)
     unscale_output, write_split = make_unscale_output(spec), make_write_split(spec)
@@ -64,12 +67,12 @@ def make_write_out(spec):
 @part
 def make_write_queries(spec):
     """Make ``write_queries(rO, sQ, slot, O, row0, head, thread)``, which writes a warpgroup's rows
-    of O.
+    of O to global memory.
 
-    O is rounded and passes through the warpgroup's own rows of a slot of Q. Rows beyond the array
-    or beyond a packed sequence are not written. The warpgroup's first thread waits until the copy
-    engine has read the slot. With planes, O is float32 and goes from registers to global memory
-    directly.
+    Normally O is rounded to 16 bits and stored in shared memory, in the warpgroup's own rows of a
+    slot of Q. The copy engine copies it from there to global memory. Rows beyond the array or
+    beyond a packed sequence are not written. The warpgroup's first thread waits until the copy
+    engine has read the slot. With planes, O is float32 and is written from registers directly.
     """
     NQ, floats = spec.tile_halves[0], spec.planes > 1
     write = make_write_tile(spec, make_query_box(spec, spec.features.packed))
@@ -87,10 +90,11 @@ def make_write_queries(spec):
 
 @part
 def make_write_tile(spec, find):
-    """Make ``write_tile(rO, sQ, at, O, row0, head, thread)``, which writes a warpgroup's rows,
-    rounded.
+    """Make ``write_tile(rO, sQ, at, O, row0, head, thread)``, which rounds a warpgroup's rows to 16
+    bits and writes them to the array O.
 
-    The rows pass through the warpgroup's own rows of sQ, in a slot that begins at element ``at``.
+    The rows are stored in shared memory, in the warpgroup's own rows of a slot that begins at
+    element ``at`` of sQ. The copy engine copies them from there to global memory.
     ``find(O, row0, head)`` returns the ``Box`` of the rows in O's tensor map. The warpgroup's first
     thread waits until the copy engine has read sQ.
     """
@@ -115,12 +119,12 @@ def make_write_tile(spec, find):
 
 @part
 def _make_round_rows(spec):
-    """Make ``round_rows(rO, sQ, at, thread)``, which stores a warpgroup's rows of O in 16 bits in
-    sQ.
+    """Make ``round_rows(rO, sQ, at, thread)``, which rounds a warpgroup's rows of O to 16 bits and
+    stores them in shared memory sQ.
 
-    They go to the warpgroup's rows of the slot that begins at element ``at``. The warpgroup's
-    threads wait for each other, and the copy engine can then read the rows. The result is the index
-    of the warpgroup's first element in sQ.
+    The slot begins at element ``at`` of sQ, and the rows go to the warpgroup's own rows of the
+    slot. The threads of the warpgroup wait for each other. After that, the copy engine can read the
+    rows. The function returns the index of the warpgroup's first element in sQ.
     """
     TM, DN4, Br, STEP = spec.TM, 4 * spec.DN, spec.Br, spec.row_step
     sync_group, ROWS = make_sync_group(spec), spec.consumer_rows
@@ -153,11 +157,11 @@ def make_write_split(spec):
 
 @part
 def make_rows_of(spec):
-    """Make ``rows_of(rows, head)``, which returns the number of rows of queries that a sequence has
-    in an array.
+    """Make ``rows_of(rows, head)``, which returns the number of rows of a head in an array of
+    queries.
 
-    The number includes padding. ``rows`` is the number of rows of the array. For packed sequences
-    the result is ``head.Nq``.
+    Normally the result is ``rows``, the number of rows of the array. It includes padding. For
+    packed sequences the result is ``head.Nq``, the rows of the sequence.
     """
     packed = spec.features.packed
 

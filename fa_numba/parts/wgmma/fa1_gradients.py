@@ -1,10 +1,15 @@
 """Parts of FlashAttention-1's backward pass on Hopper's tensor cores.
 
-In every pass, O is loaded with the row tiles, D is computed again, and dQ moves from global memory
-to registers and back. ``h`` is a query head and ``i0`` the first row of a row tile. Together they
-are a visit of the column tile j0. ``first`` is the ``Head`` of the block's first query head, and
-``h_end`` is one past the block's last query head. In a pass, the rows of each head are in the range
-from ``i_first`` to ``i_end``.
+In every pass over K/V, O is loaded with the row tiles, D is computed again, and dQ moves from
+global memory to registers and back.
+
+Arguments that recur:
+
+- ``h`` and ``i0`` are a visit of column tile j0: ``h`` is the number of a query head, and ``i0`` is
+  the first row of a row tile.
+- ``first`` is the ``Head`` of the block's first query head, and ``h_end`` is one past the block's
+  last query head.
+- ``i_first`` and ``i_end`` are the range of rows of each query head in a pass.
 """
 
 from functools import cache
@@ -74,11 +79,12 @@ def make_fa1_backward_shared_memory(spec):
 
 @part
 def make_rows_of_block(spec):
-    """Make ``rows_of_block(Q, K, group, split_rows, options)``, which returns the work of this
-    block.
+    """Make ``rows_of_block(Q, K, group, split_rows, options)``, which returns the query heads and
+    the rows that this block computes.
 
-    The result is the first query head, the number of query heads, the first row of Q in each head,
-    and one past the last row. With query splits, a block gets ``split_rows`` rows.
+    The result has four values: the ``Head`` of the first query head, the number of query heads, the
+    first row of Q in each head, and one past the last row. ``group`` is the number of query heads
+    per K/V head. With query splits, a block gets ``split_rows`` rows. Otherwise it gets all rows.
     """
     splits, heads_of_group = spec.splits_queries, make_heads_of_group(spec)
 
@@ -96,12 +102,12 @@ def make_rows_of_block(spec):
 @part
 def make_pass_word(spec):
     """Make ``pass_word(h, i0, first, j0, h_end, i_first, i_end)``, by which the loader of Q
-    describes a visit.
+    describes the visit (h, i0) for the consumers.
 
-    With a block mask, the result is the query head of the next visit and a word
-    (``listed.make_word``). The word contains the next row tile and what ``visit_ahead`` says of the
-    visit (h, i0). The loader stores both in the slot for the consumers, which read no list of a
-    block mask. Without a block mask, the result is not used.
+    With a block mask, the result is a pair: the query head of the next visit, and a word of
+    ``listed.make_word``. The word contains the next row tile, and the two bits of ``visit_ahead``
+    about the visit (h, i0). The loader stores the pair in the slot. Consumers therefore need not
+    read the lists of a block mask. Without a block mask, the result is not used.
     """
     sparse, word, next_visit = spec.features.sparse, make_word(spec), make_next_visit(spec)
     visit_ahead = make_visit_ahead(spec)
@@ -119,8 +125,10 @@ def make_pass_word(spec):
 
 @part
 def make_write_pass_word(spec):
-    """Make ``write_pass_word(shared, slot, word)``, which stores the result of ``pass_word`` in the
-    words of a slot.
+    """Make ``write_pass_word(shared, slot, word)``, which stores ``word``, the result of
+    ``pass_word``, in the words of a slot.
+
+    Without a block mask, it does nothing.
     """
     sparse, grouped = spec.features.sparse, spec.grouped
 
@@ -135,9 +143,10 @@ def make_write_pass_word(spec):
 
 @part
 def make_read_pass_word(spec):
-    """Make ``read_pass_word(rBS, shared, slot)``, which reads the word of a visit from the slot.
+    """Make ``read_pass_word(rBS, shared, slot)``, which returns the word ``visit`` that
+    ``pass_word`` has made, from a slot.
 
-    ``rBS[0]`` gets the state of the tile's block if a ``mask_mod`` needs it. Without a block mask
+    ``rBS[0]`` gets the state of the tile's block if a ``mask_mod`` needs it. Without a block mask,
     the result is 0, and the functions that take a ``visit`` ignore it.
     """
     sparse, read = spec.features.sparse, make_read_word(spec)
@@ -152,11 +161,11 @@ def make_read_pass_word(spec):
 
 @part
 def make_next_by_word(spec):
-    """Make ``next_by_word(visit, shared, slot, h, i0, i_first, i_end)``, by which a consumer finds
-    the next visit.
+    """Make ``next_by_word(visit, shared, slot, h, i0, i_first, i_end)``, which returns the visit
+    after (h, i0) to a consumer.
 
-    The result is the query head and the first row of the next visit. With a block mask they come
-    from the slot and the word ``visit``.
+    The result is a query head and the first row of a row tile. With a block mask, the head comes
+    from the slot and the row from the word ``visit``. Otherwise the function computes them.
     """
     Br, grouped, sparse = spec.Br, spec.grouped, spec.features.sparse
 
@@ -176,8 +185,8 @@ def make_next_by_word(spec):
 
 @part
 def make_visits_of_pass(spec):
-    """Make ``visits_of_pass(heads, i_first, i_end)``, which returns the number of visits of a pass
-    without a block mask.
+    """Make ``visits_of_pass(heads, i_first, i_end)``, which returns the number of visits in one
+    pass of a block, if there is no block mask.
 
     ``heads`` is the number of query heads of the block.
     """
@@ -194,12 +203,12 @@ def make_visits_of_pass(spec):
 
 @part
 def make_is_nth_visit(spec):
-    """Make ``is_nth_visit(n, n_end, h, h_end, i0, i_end)``, which says whether the pass has a visit
-    number n.
+    """Make ``is_nth_visit(n, n_end, h, h_end, i0, i_end)``, which says whether visit number n
+    belongs to the current pass.
 
-    Without a block mask, the visits of all passes are numbered, and ``n_end`` is one past the last
-    visit of this pass. With a block mask they cannot be counted in advance, and the result is
-    ``is_visit``.
+    Without a block mask, the visits of all passes are numbered in order, and ``n_end`` is one past
+    the last visit of this pass. With a block mask, the visits cannot be counted in advance. The
+    result is then that of ``is_visit`` for the visit (h, i0).
     """
     sparse, is_visit = spec.features.sparse, make_is_visit(spec)
 
@@ -213,9 +222,8 @@ def make_is_nth_visit(spec):
 
 @part
 def make_has_visits(spec):
-    """Make ``has_visits(first, j0, h_end, i_first, i_end)``, which says whether a pass has a visit.
-
-    ``first`` is the first query head.
+    """Make ``has_visits(first, j0, h_end, i_first, i_end)``, which says whether the pass over
+    column tile j0 has any visit.
     """
     sparse = spec.features.sparse
     first_visit, is_visit = make_first_visit(spec), make_is_visit(spec)
@@ -231,9 +239,8 @@ def make_has_visits(spec):
 
 @part
 def make_is_visit(spec):
-    """Make ``is_visit(h, h_end, i0, i_end)``, which says whether the pass has a visit (h, i0).
-
-    If not, (h, i0) is past the last visit of the pass.
+    """Make ``is_visit(h, h_end, i0, i_end)``, which says whether (h, i0) is a visit of the pass. It
+    is not if it is past the last visit.
     """
     grouped = spec.grouped
 
@@ -276,8 +283,9 @@ def make_load_lse(spec):
     """Make ``load_lse(shared, L, i0, head, slot)``, by which a warp loads L of a row tile into a
     slot.
 
-    L is stored in units of log2. If the call has a gradient dL of L, dL is stored where D will be.
-    Both are 0 in rows past the end, and in rows with L = -inf.
+    L is stored in units of log2. If the call has a gradient dL of L, dL is stored at the positions
+    of D. ``row_dots`` replaces it by D - dL. In rows past the end and in rows with L = -inf, zeros
+    are stored for L and dL.
     """
     Br, place_of, full = spec.Br, value_place, spec.pipelines.q.full
     dlse = spec.features.dlse
@@ -311,8 +319,8 @@ def make_load_lse(spec):
 def make_dot_columns(spec):
     """Make ``dot_columns(Q, O)``, which returns the number of columns of O.
 
-    If V has no head dimension of its own, it is read from the shape of Q, which the kernel reads in
-    any case.
+    If V has a head dimension of its own, the number comes from the shape of O. Otherwise it comes
+    from the shape of Q, which the kernel reads in any case.
     """
     own = bool(spec.head_dim_v)
 
@@ -326,13 +334,13 @@ def make_dot_columns(spec):
 
 @part
 def make_row_dots(spec):
-    """Make ``row_dots(shared, stage, columns)``, by which two warps compute D = rowsum(dO o O) of a
-    slot.
+    """Make ``row_dots(shared, stage, columns)``, by which two warps compute D = rowsum(dO o O) of
+    the row tile in slot number ``stage``.
 
-    ``stage`` is the number of the slot, and ``columns`` is the number of columns of O. If the call
-    has a gradient dL of the logsumexp, D - dL replaces D. A thread computes a row in chunks of 16
-    bytes. The warps have few registers, so that the loops must not be unrolled. The compiler
-    therefore does not get to know their numbers of turns.
+    ``columns`` is the number of columns of O. If the call has a gradient dL of the logsumexp, D -
+    dL is stored instead of D. A thread computes a row in chunks of 16 bytes. The loops must not be
+    unrolled, because these warps have few registers. Their numbers of turns are therefore hidden
+    from the compiler.
     """
     Br, NO = spec.Br, spec.of_values.tile_halves[0]
     place_of, full, dlse = value_place, spec.pipelines.d.full, spec.features.dlse
@@ -378,11 +386,12 @@ def pairs_of_dq(spec):
 
 @part
 def make_query_place(spec):
-    """Make ``query_place(row0, rows_end, thread)``, which returns where this thread's part of dQ
-    begins.
+    """Make ``query_place(row0, rows_end, thread)``, which returns the position in the array dQ at
+    which this thread's part begins.
 
-    The result is the row and the column of the first element, and the number of rows from there to
-    ``rows_end``. ``pairs_of_dq`` gives the distances of the other elements.
+    The row tile begins at row ``row0``. The result is the row and the column of the thread's first
+    element, and the number of rows from this row to ``rows_end``. ``pairs_of_dq`` gives the
+    positions of the other elements relative to the first.
     """
     by_rows, COLUMNS = spec.Br > GROUP_ROWS, spec.query_columns
 
@@ -400,10 +409,10 @@ def make_query_place(spec):
 @part
 def make_read_dq(spec):
     """Make ``read_dq(rdQ, A, visit, j0, row0, rows_end, head, thread)``, which reads this thread's
-    part of dQ from A.
+    part of dQ from the float32 sum A.
 
-    Rows at or past ``rows_end`` become 0. If the visit is the first one of the row tile, all rows
-    become 0, and nothing is read.
+    Rows at or past ``rows_end`` become 0. If A contains no values of the row tile yet, rdQ is set
+    to 0 and nothing is read. ``visits.make_row_starts`` finds this from the word ``visit``.
     """
     pairs, row_starts = pairs_of_dq(spec), make_row_starts(spec)
     place, read_floats = make_query_place(spec), make_read_floats(spec)
@@ -428,8 +437,9 @@ def make_write_dq(spec):
     """Make ``write_dq(rdQ, a_and_dq, scale, more, row0, rows_end, head, thread)``, which writes a
     thread's part of dQ.
 
-    ``a_and_dq`` is the pair (A, dQ) of arrays. With ``more``, later passes visit the row tile, and
-    the part goes to A in float32. Otherwise ``scale`` times the part is rounded and goes to dQ.
+    ``a_and_dq`` is the pair (A, dQ) of arrays. If ``more`` is true, later passes visit the row
+    tile, and the part goes to A in float32. Otherwise ``scale`` times the part is rounded and goes
+    to dQ.
     """
     write_sums, write_rounded = _make_write_dq_sums(spec), _make_write_rounded(spec)
 
@@ -486,16 +496,16 @@ def make_initialise_dq(spec):
 
 @cache
 def _make_write_dq_sums(spec):
-    """Make ``write_sums(rdQ, A, row0, rows_end, thread)``, which writes this thread's part of dQ in
-    float32.
+    """Make ``write_sums(rdQ, A, row0, rows_end, thread)``, which writes this thread's part of dQ to
+    A in float32.
     """
     return write_pairs_of(spec, pairs_of_dq(spec), make_query_place(spec))
 
 
 @cache
 def _make_write_rounded(spec):
-    """Make ``write_rounded(rdQ, dQ, factor, row0, rows_end, thread)``, which writes ``factor``
-    times dQ, rounded.
+    """Make ``write_rounded(rdQ, dQ, factor, row0, rows_end, thread)``, which multiplies this
+    thread's part of dQ by ``factor``, rounds it and writes it.
     """
     return write_rounded_of(spec, pairs_of_dq(spec), make_query_place(spec))
 
@@ -537,7 +547,9 @@ def make_fa1_write_columns(spec):
 @part
 def _make_add_columns(spec):
     """Make ``add_columns(rdK, sK, A, row0, head, thread)``, which adds this thread's part of dK to
-    A atomically.
+    the float32 sum A atomically.
+
+    ``sK`` is not used.
     """
     add = column_pairs(spec, make_add_two(spec))
 

@@ -1,9 +1,11 @@
 """The state that FlashAttention-1 passes through global memory on Hopper: O, l and m of a row tile.
 
-Between the passes, O is in float32 (``A``). The last pass of a row tile rounds it to O. O moves by
-TMA, through slots in shared memory. One thread reads and writes l and m of a row, and it is the
-same thread in every pass. With planes, the output is float32 and O itself holds the state. Each
-element of it then belongs to one thread too.
+Between the passes, O is stored in float32 in the array ``A``. The last pass of a row tile rounds O
+to 16 bits and writes it to the array ``O``. TMA moves O through slots in shared memory. One thread
+reads and writes l and m of a row, and it is the same thread in every pass.
+
+With planes, the output is float32, and O is stored in the array ``O`` between the passes, too. Then
+the same thread reads and writes an element of O in every pass.
 """
 
 from fa_numba.device import device_function, float32, uint32
@@ -57,11 +59,10 @@ from fa_numba.tiling.wgmma_fa1 import FLOAT_PANEL
 
 @part
 def make_block_rows(spec):
-    """Make ``block_rows(Q, K, group, split_rows, options)``, which returns the work of this thread
-    block.
+    """Make ``block_rows(Q, K, group, split_rows, options)``, which returns the head and the rows
+    that this thread block computes, as a ``BlockRows`` record.
 
-    The result is a ``BlockRows`` record: a head and a range of its rows, ``split_rows`` of them
-    with query splits.
+    With query splits, a block has ``split_rows`` rows. Otherwise it has all rows of the head.
     """
     head_of, own_rows, rows_of = make_head(spec), make_own_rows(spec), make_rows_of(spec)
 
@@ -91,12 +92,12 @@ def make_out(spec):
 
 @part
 def make_passes(spec):
-    """Make ``passes(block_rows)``, which returns the range of FA-1's outer loop and the block's
-    rows.
+    """Make ``passes(block_rows)``, which returns the ranges of columns and rows of FA-1's two loops
+    in this block.
 
-    ``block_rows`` is the ``BlockRows`` record of the block. The result is the block's head, the
-    first column of the first column tile, one past the last column, the block's first row, and one
-    past its last valid row.
+    ``block_rows`` is the ``BlockRows`` record of the block. The result has five values: the block's
+    head, the first column of the first column tile, one past the last column, the block's first
+    row, and one past the block's last valid row.
     """
     column_passes = make_column_passes(spec)
 
@@ -110,14 +111,14 @@ def make_passes(spec):
 
 @part
 def make_load_output(spec):
-    """Make ``load_output(shared, A, i0, starts, head, slot, w, written_phase)``, which starts
-    to load Oi.
+    """Make ``load_output(shared, A, i0, starts, head, slot, w, written_phase)``, which starts to
+    load the rows of Oi that belong to consumer ``w``.
 
-    It loads the rows of Oi that belong to consumer ``w`` from A into the consumer's part of a slot.
-    It first waits until this part is empty, and until the consumer has written its rows of O in the
-    pass before. ``written_phase`` is the phase of the barrier for that. If the visit starts from O
-    = 0 (``starts``), it only marks the part as full. With planes it does nothing, because
-    ``read_output`` reads O.
+    The rows are loaded from A into the consumer's part of a slot. The function first waits for two
+    events: the part is empty, and the consumer has written its rows of O in the pass before.
+    ``written_phase`` is the phase of the barrier for the second event. If ``starts`` is true, the
+    visit starts from O = 0. The function then loads nothing and marks the part as full. With planes
+    it does nothing, because ``read_output`` reads O.
     """
     (_, _, _, o, written), ROWS = spec.pipelines, GROUP_ROWS
     boxes = spec.Br, spec.float_panels, FLOAT_PANEL, spec.tile_floats
@@ -139,12 +140,13 @@ def make_load_output(spec):
 
 @part
 def make_name_own_next(spec):
-    """Make ``name_own_next(shared, i0, i_end, j0, head, slot, w)``, by which the loader of Q leaves
-    a word.
+    """Make ``name_own_next(shared, i0, i_end, j0, head, slot, w)``, by which the loader of Q tells
+    consumer w what comes after the visit (i0, j0).
 
-    The result says whether the visit (i0, j0) is the first one of its row tile. With a block mask,
-    the loader of consumer w's rows also waits until the consumer's part of the slot is empty. It
-    then writes to the part's word what ``row_ahead`` returns, and the state of the tile's block.
+    With a block mask, the function waits until the consumer's part of the slot is empty. It then
+    writes a word of ``listed.make_word`` for this part: the result of ``row_ahead``, and the state
+    of the tile's block. Without a block mask, it writes nothing. The function returns whether the
+    visit starts from new values of O, l and m (``visits.make_row_starts``).
     """
     named, word, GROUPS = spec.slots_name_next, make_word(spec), spec.consumers
     row_ahead, row_starts, q = make_row_ahead(spec), make_row_starts(spec), spec.pipelines.q
@@ -163,10 +165,11 @@ def make_name_own_next(spec):
 
 @part
 def make_own_ahead(spec):
-    """Make ``own_ahead(i0, i_end, j0, head)``, which computes what comes after the visit (i0, j0).
+    """Make ``own_ahead(i0, i_end, j0, head)``, which returns what comes after the visit (i0, j0):
+    the next row tile, and whether row tile i0 visits a column tile after j0.
 
-    The result is the next row tile, and whether row tile i0 visits a column tile after j0. With a
-    block mask these facts come from the slot's word (``read_named``), and the result is not used.
+    With a block mask, a consumer gets these facts from the slot's word by ``read_named``. The
+    result of ``own_ahead`` is then not used.
     """
     Br, named, sees_more = spec.Br, spec.slots_name_next, make_sees_more(spec)
 
@@ -183,10 +186,10 @@ def make_read_named(spec):
     """Make ``read_named(rBS, shared, slot, w, ahead)``, by which consumer w reads what comes after
     a visit.
 
-    The result is the word of the visit, the next row tile, and whether the current row tile visits
-    a later column tile. With a block mask these facts come from the word of the slot, and
-    ``rBS[0]`` gets the state of the tile's block if a ``mask_mod`` needs it. Otherwise they come
-    from ``ahead``, the result of ``own_ahead``.
+    The result has three values: the word of the visit, the next row tile, and whether the current
+    row tile visits a later column tile. With a block mask, these values come from the word of the
+    slot, and ``rBS[0]`` gets the state of the tile's block if a ``mask_mod`` needs it. Otherwise
+    they come from ``ahead``, the result of ``own_ahead``.
     """
     named, read, GROUPS = spec.slots_name_next, make_read_word(spec), spec.consumers
 
@@ -202,10 +205,12 @@ def make_read_named(spec):
 
 @part
 def make_read_statistics(spec):
-    """Make ``read_statistics(rl, rm, out, visit, tile)``, which reads l and m of a row tile.
+    """Make ``read_statistics(rl, rm, out, visit, tile)``, which reads l and m of a row tile from
+    global memory.
 
-    If the visit is the first one of the row tile, it reads nothing. It then sets l = 0 and m =
-    -inf, or l = 1 and m = s with a sink s.
+    If global memory contains no state of the row tile yet, the function reads nothing. It then sets
+    l = 0 and m = -inf. With a sink s, it sets l = 1 and m = s. ``visits.make_row_starts`` finds
+    this case from the word ``visit``.
     """
     row_starts, take_sinks = make_row_starts(spec), make_take_sinks(spec)
     read_values, read_maxima = make_read(spec), make_read_maxima(spec)
@@ -224,11 +229,12 @@ def make_read_statistics(spec):
 
 @part
 def make_take_output(spec):
-    """Make ``take_output(rO, rf, shared, slot, visit, tile)``, which reads diag(f) O from a slot of
-    O.
+    """Make ``take_output(rO, rf, shared, slot, visit, tile)``, which reads O from a slot in shared
+    memory, and multiplies each row by its factor in rf.
 
-    It first waits until this consumer's rows of O are in the slot. If the visit is the first one of
-    the row tile, O is set to 0. With planes it does nothing, because ``read_output`` reads O.
+    The function first waits until this consumer's rows of O are in the slot. If there is no O of
+    the row tile yet (``visits.make_row_starts``), rO is set to 0. With planes the function does
+    nothing, because ``read_output`` reads O.
     """
     if spec.planes > 1:
         return _no_output
@@ -260,11 +266,11 @@ def _no_output(rO, rf, shared, slot, visit, tile):
 
 @part
 def make_read_output(spec):
-    """Make ``read_output(rO, rf, out, visit, tile)``, which reads diag(f) O from global memory,
-    with planes.
+    """Make ``read_output(rO, rf, out, visit, tile)``, which reads O from global memory and
+    multiplies each row by its factor in rf, if the kernel works with planes.
 
-    This thread has written these elements in the pass before. The function may be called while P V
-    is computed in other registers. Without planes it does nothing.
+    This thread has written these elements of O in the pass before. The function may be called while
+    the product P V is computed in other registers. Without planes it does nothing.
     """
     row_starts, in_place = make_row_starts(spec), spec.planes > 1
     query_rows, read_fragments = make_query_rows(spec), make_read_fragments(spec)
@@ -283,10 +289,11 @@ def make_read_output(spec):
 
 @part
 def _make_first_place(spec):
-    """Make ``first_place(at, thread)``, which returns where a thread's part of a tile of O begins.
+    """Make ``first_place(at, thread)``, which returns the index in shared memory at which a
+    thread's part of a tile of O begins.
 
-    The tile begins at element ``at`` of shared memory, and has the swizzle of the copy engine. The
-    result is the index of the first two columns of the thread's first row.
+    The tile begins at element ``at``, and has the swizzle of the copy engine. The index is that of
+    the first two columns in the thread's first row.
     """
 
     def first_place(at, thread):
@@ -298,8 +305,8 @@ def _make_first_place(spec):
 
 @part
 def _make_further(spec):
-    """Make ``further(first, down, n)``, which returns the index ``down`` rows and 8 n columns after
-    ``first``.
+    """Make ``further(first, down, n)``, which returns the index of the element ``down`` rows below
+    and 8 n columns to the right of the element at index ``first``.
 
     ``down`` must be a multiple of 8.
     """
@@ -314,10 +321,11 @@ def _make_further(spec):
 @part
 def _make_write_sums(spec):
     """Make ``write_sums(rO, sO, at, A, row0, head, thread)``, which writes a consumer's rows of O
-    to A.
+    to A in float32.
 
-    The rows pass through the consumer's rows of sO, in a slot that begins at element ``at``. The
-    consumer's first thread waits until the copy engine has read them.
+    The rows are stored in shared memory, in the consumer's rows of a slot that begins at element
+    ``at`` of sO. The copy engine copies them from there to A. The consumer's first thread waits
+    until the copy engine has read them.
     """
     TM, DN4, Br, STEP = spec.TM, 4 * spec.DN, spec.Br, spec.row_step
     panels, sync_group = spec.float_panels, make_sync_group(spec)
@@ -344,13 +352,20 @@ def _make_write_sums(spec):
 
 @part
 def make_initialise(spec):
-    """Make ``initialise(rO, rl, rm, shared, out, tile)``, which initialises O, l and m in global
-    memory.
+    """Make ``initialise(rO, rl, rm, shared, out, tile)``, which writes the first values of O, l and
+    m to global memory, before the loops of the kernel begin.
 
-    It writes O = 0, l = 0 and m = -inf, or l = 1 and m = s with a sink s. The zeros go to the array
-    O, and also to A if the first visit of a row tile reads A (without a block mask and without
-    planes). It does this for this consumer's rows of the block, from ``tile.i0`` on, in row tiles
-    that no visit initialises. If the first pass initialises all row tiles, it does nothing.
+    The values are O = 0, l = 0 and m = -inf. With a sink s, they are O = 0, l = 1 and m = s.
+    Normally the function does nothing, because the first pass over K/V initialises O, l and m. With
+    a window, ``q_lens`` or a block mask, the first pass can skip row tiles, and the function
+    writes:
+
+    | case | row tiles | arrays of O |
+    |---|---|---|
+    | no block mask | all | ``O``, and without planes also ``A`` |
+    | block mask | those with rows that no visit initialises | ``O`` |
+
+    The row tiles are those of the block from row ``tile.i0`` on. Each consumer writes its own rows.
     """
     Br, start, initialises = spec.Br, make_start(spec), spec.features.initialises
     write_tile, write_sums = make_write_tile(spec, whole_box), _make_write_sums(spec)
@@ -383,10 +398,11 @@ def make_initialise(spec):
 
 @part
 def make_wait_initialised(spec):
-    """Make ``wait_initialised(bars, w)``, which waits until consumer w has called ``initialise``.
+    """Make ``wait_initialised(bars, w)``, by which the loader of consumer w's rows waits until the
+    consumer has called ``initialise``.
 
-    The loader of consumer w's rows calls it, because ``initialise`` uses the slots of Q and O. If
-    ``initialise`` does nothing or uses no slots, there is no wait.
+    The wait is necessary because ``initialise`` uses the slots of Q and O. If ``initialise`` does
+    nothing or uses no slots, there is no wait.
     """
     initialises = spec.features.initialises and spec.planes == 1
     written = spec.pipelines.written.full
@@ -401,11 +417,11 @@ def make_wait_initialised(spec):
 @part
 def make_write_state(spec):
     """Make ``write_state(rO, rl, rm, shared, slot, out, more, tile)``, which writes O, l and m of a
-    row tile.
+    row tile to global memory.
 
-    It first divides O by l. With ``more``, later passes visit the row tile, and O goes to A through
-    a slot of O. Otherwise O is rounded and goes to the array O through a slot of Q. The function
-    releases the slots that this consumer still holds.
+    The function first divides O by l. If ``more`` is true, later passes visit the row tile, and O
+    goes to the array A in float32 through a slot of O. Otherwise O is rounded and goes to the array
+    O through a slot of Q. The function releases the slots that this consumer still holds.
     """
     if spec.planes > 1:
         return _make_write_state_in_place(spec)
@@ -435,11 +451,11 @@ def make_write_state(spec):
 
 @part
 def _make_write_state_in_place(spec):
-    """Make ``write_state(rO, rl, rm, shared, slot, out, more, tile)``, which writes O, l and m, for
-    planes.
+    """Make the function ``write_state(rO, rl, rm, shared, slot, out, more, tile)`` that
+    ``make_write_state`` describes, for planes.
 
-    ``make_write_state`` explains the arguments. O goes to the array O in float32. Until the last
-    pass of a row tile, it contains the powers of two of scaled planes.
+    Here O always goes to the array O in float32. Only the last pass of a row tile undoes the
+    scaling of planes.
     """
     own_of, release_q = make_own(spec.pipelines.q), make_release(spec.pipelines.q)
     unscale_output, normalise_rows = make_unscale_output(spec), make_normalise_rows(spec)
@@ -464,8 +480,8 @@ def _make_write_state_in_place(spec):
 def make_end_pass(spec):
     """Make ``end_pass(bars, thread)``, by which a consumer ends a pass over a column tile.
 
-    It waits until the consumer's writes to A and O are in global memory. Then it signals the thread
-    that loads the consumer's rows of A. With planes it does nothing.
+    It waits until the consumer's writes to A and O are in global memory. Then it signals this to
+    the thread that loads the consumer's rows of A. With planes it does nothing.
     """
     written, by_boxes = spec.pipelines.written.full, spec.planes == 1
 

@@ -1,11 +1,11 @@
 """Parts of the backward pass on Hopper's tensor cores, for FA-2 and partly for FA-1.
 
-S and dP are transposed in registers. Row tiles of Q and dO, with their L and D, are loaded into two
-slots in turn.
+Registers hold the transposed S and dP. Row tiles of Q and dO, with their L and D, are loaded into
+two slots in turn.
 
-``sL`` contains, for each slot, L of a row tile in units of log2, followed by D. ``value_place``
-gives the order of the rows in it. An argument ``at`` next to ``sL`` is the element at which the
-slot begins.
+For each slot, the array ``sL`` in shared memory contains L of a row tile in units of log2, followed
+by D. ``value_place`` gives the order of the rows in it. An argument ``at`` that follows ``sL`` is
+the element of sL at which the slot begins.
 """
 
 from functools import cache
@@ -67,11 +67,10 @@ VALUE_THREADS = 64  # threads that load L and D
 
 @part
 def make_backward_shared_memory(spec):
-    """Make ``backward_shared_memory()``, which returns the kernel's shared memory as a
-    ``BackwardShared`` record.
+    """Make ``backward_shared_memory()``, which returns the kernel's shared memory as a record.
 
-    For head dimensions above 128, in which case the consumers share columns, it is a ``WideShared``
-    record.
+    The record is a ``WideShared`` if the consumers share columns, which is so for head dimensions
+    above 128. Otherwise it is a ``BackwardShared``.
     """
     if spec.wide:
         return make_wide_shared_memory(spec)
@@ -120,9 +119,11 @@ def make_load_columns(spec):
 
 @part
 def load_column_tiles(spec, find):
-    """Make ``load_columns(shared, K, V, j0, head)``, which starts to load Kj and Vj.
+    """Make ``load_columns(shared, K, V, j0, head)``, which starts to load the column tiles Kj and
+    Vj.
 
-    ``find(T, row, head)`` returns the ``Box`` of a row in the tensor map of K or V.
+    ``find(T, row, head)`` is a device function that returns the ``Box`` of a row in the tensor map
+    of K or V.
     """
     Bc, OF_K, OF_V = spec.Bc, spec.panels, spec.of_values.panels
     BOTH, size, barrier = min(OF_K, OF_V), 2 * PANEL * (OF_K + OF_V) * Bc, spec.pipelines.kv.full
@@ -186,10 +187,10 @@ def _make_load_rows(spec):
 
 @device_function
 def value_place(r):
-    """Return the index at which L and D of row r are stored.
+    """Return the index at which L and D of row r of a tile are stored, relative to the first row.
 
-    Of 16 rows, a thread holds four: 2 ty, 2 ty + 1, 2 ty + 8 and 2 ty + 9. Their values are stored
-    side by side, so that one load of 16 bytes reads them.
+    Of 16 rows, a thread holds four: 2 ty, 2 ty + 1, 2 ty + 8 and 2 ty + 9. The values of these four
+    rows are stored side by side, so that one load of 16 bytes reads them.
     """
     return uint32(r // 16 * 16 + r % 8 // 2 * 4 + r % 16 // 8 * 2 + r % 2)
 
@@ -197,10 +198,10 @@ def value_place(r):
 @part
 def make_load_values(spec):
     """Make ``load_values(shared, L, D, i0, rows_end, slot)``, by which two warps load L and D of a
-    row tile.
+    row tile into a slot.
 
-    L is stored in units of log2, and D after it. Both are 0 in rows at or past ``rows_end``. L is
-    also 0 in rows that see no column.
+    L is stored in units of log2, followed by D. Rows at or past ``rows_end`` get L = 0 and D = 0.
+    Rows that see no column get L = 0.
     """
     Br, place_of, full = spec.Br, value_place, spec.pipelines.q.full
 
@@ -227,11 +228,12 @@ def make_load_values(spec):
 
 @part
 def make_scale_and_bias(spec):
-    """Make ``scale_and_bias(rS, scale, tile)``, which adds the bias early if registers are scarce.
+    """Make ``scale_and_bias(rS, scale, tile)``, which multiplies S by ``scale`` and adds the bias,
+    if ``spec.bias_first`` is true.
 
-    With ``spec.bias_first``, it multiplies S by ``scale`` and adds the bias before the product dP
-    begins. The loads of the bias and dP together would need more registers than there are.
-    Otherwise it does nothing, and ``scale_and_mask`` does both.
+    This happens before the product dP begins, because the loads of the bias and dP together would
+    need more registers than there are. If ``spec.bias_first`` is false, the function does nothing,
+    and ``scale_and_mask`` does both steps.
     """
     part, bias_first = spec.part, spec.bias_first
     add_bias = make_add_bias(part, LOG2E, False)
@@ -270,10 +272,11 @@ def make_p_of_columns(spec):
 
 @part
 def _make_p_and_slopes(spec):
-    """Make ``p_of_columns(rS, rP, scale, sL, at, tile)``, which computes PT and the derivatives of
-    the scores.
+    """Make the function ``p_of_columns`` that ``make_p_of_columns`` describes, for
+    ``spec.slopes_early``.
 
-    It is for ``spec.slopes_early``: rS becomes PT times the derivatives, and rP gets PT in 16 bits.
+    It computes P and the derivatives of the scores. The registers rS get PT times the derivatives,
+    and the registers rP get PT in 16 bits.
     """
     slopes_of_pair, round_pair = _make_slopes_of_pair(spec), pack_p(spec)
     times_slope = make_times_slope(spec.features)
@@ -295,10 +298,11 @@ def _make_p_and_slopes(spec):
 @part
 def _make_slopes_of_pair(spec):
     """Make ``slopes_of_pair(rS, e, given, place, head)``, which returns P and the slope of two
-    elements.
+    elements, in the registers e and e + 1 of rS.
 
-    The elements are in the registers e and e + 1. The result contains both P, then both slopes.
-    ``given`` begins with sL and the index in it at which this thread's first L is stored.
+    The result has four values: both P, then both slopes. A slope is the derivative of the score.
+    ``given[0]`` is sL, and ``given[1]`` is the index in sL at which this thread's first L is
+    stored.
     """
     TM, p_and_slope = spec.TM, make_p_and_slope(spec)
 
@@ -315,9 +319,10 @@ def _make_slopes_of_pair(spec):
 
 @part
 def make_round_early(spec):
-    """Make ``round_early(rP, rS)``, which rounds P in rS to 16 bits in rP.
+    """Make ``round_early(rP, rS)``, which rounds P in the registers rS to 16 bits in the registers
+    rP.
 
-    If ``p_of_columns`` has already done this (``spec.slopes_early``), it does nothing.
+    With ``spec.slopes_early`` it does nothing, because ``p_of_columns`` has already rounded P.
     """
     early, round_p = spec.slopes_early, make_round_p(spec.transposed)
 
@@ -330,11 +335,11 @@ def make_round_early(spec):
 
 @part
 def make_probabilities(spec):
-    """Make ``probabilities(rS, scale, sL, at, thread)``, which turns the scores in rS into PT =
-    exp(ST - L).
+    """Make ``probabilities(rS, scale, sL, at, thread)``, which replaces the scores in the registers
+    rS by PT = exp(ST - L).
 
-    ``scale`` multiplies the scores only if ``scale_and_mask`` has not done this
-    (``spec.folds_scale``).
+    With ``spec.folds_scale``, the scores are first multiplied by ``scale``. Otherwise
+    ``scale_and_mask`` has done this before.
     """
     TM, TN, folds = spec.TM, spec.TN, spec.folds_scale
 
@@ -353,13 +358,18 @@ def make_probabilities(spec):
 
 @part
 def make_ds_of_columns(spec):
-    """Make ``ds_of_columns(rdS, rP, rdP, rS, sL, at, tile)``, which computes dST = PT o (dPT - D).
+    """Make ``ds_of_columns(rdS, rP, rdP, rS, sL, at, tile)``, which computes dST = PT o (dPT - D)
+    and rounds it to 16 bits in rdS.
 
-    rdP holds dPT, and rS holds PT. dST goes to rdS in 16 bits. PT goes to rP in 16 bits, unless it
-    was rounded before (``spec.rounds_early``). With a cap, or if the scores stay in registers
-    (``features.scores_stay``), rS holds scores, and the function also computes PT and the
-    derivatives. Few rows are handled at a time, so that the registers of rounded values become
-    free.
+    ``rdP`` holds dPT. Before the call, rS holds:
+
+    | case | contents of rS | what is also computed |
+    |---|---|---|
+    | normally | PT | |
+    | a cap, or ``features.scores_stay`` | scores | PT and the derivatives of the scores |
+
+    If PT has not been rounded before (``spec.rounds_early``), the function also rounds PT to 16
+    bits in rP. It handles few rows at a time, so that the registers of rounded values become free.
     """
     if spec.rounds_before_ds or spec.slopes_early:
         return _make_ds_of_dp(spec)
@@ -543,8 +553,8 @@ def cap_slope(s, inverse):
 
 @part
 def make_store_ds(spec):
-    """Make ``store_ds(sdS, at, rdS, thread)``, which stores dST in 16 bits in shared memory, for
-    all consumers.
+    """Make ``store_ds(sdS, at, rdS, thread)``, which stores dST, which is in 16 bits in rdS, in
+    shared memory for all consumers.
 
     The slot begins at element ``at`` of sdS. A row of sdS is a column of S, and a panel contains 64
     rows of S. The layout has the swizzle of the copy engine.
@@ -570,8 +580,8 @@ def make_store_ds(spec):
 
 @part
 def _make_store_tiles(spec):
-    """Make ``store_tiles(sdS, at, rdS, thread)``, which does what ``store_ds`` does, with
-    ``stmatrix``.
+    """Make ``store_tiles(sdS, at, rdS, thread)``, which does the work of ``store_ds`` by the
+    instruction ``stmatrix``.
 
     One instruction stores four tiles of 8 columns and 8 rows of S.
     """
@@ -599,11 +609,13 @@ def _make_store_tiles(spec):
 
 @part
 def make_begin_dq(spec):
-    """Make ``begin_dq(rdQ, sdS, at, sK, w)``, which begins this consumer's part of dQ = dS K.
+    """Make ``begin_dq(rdQ, sdS, at, sK, w)``, which begins consumer warpgroup w's part of the
+    product dQ = dS K.
 
-    If the row tile has 128 rows, the part is 64 rows. Otherwise it is a panel of columns, or half a
-    panel. The sum is over all columns of S. FlashAttention-1 adds the product to rdQ. In sdS and in
-    sK, a row is one term of the sum.
+    The part has 64 rows and ``spec.query_columns`` columns. If the row tile has 128 rows, each
+    consumer has its own 64 rows. Otherwise, each consumer has its own columns. The sum is over all
+    columns of S, which are the rows of sdS and of sK. FlashAttention-1 adds the product to rdQ.
+    FlashAttention-2 overwrites rdQ.
     """
     Bc, STEPS, by_rows = spec.Bc, spec.Bc // STEP, spec.Br > GROUP_ROWS
     ADDS, COLUMNS = int(spec.algorithm == "fa1"), spec.query_columns
@@ -621,8 +633,9 @@ def make_begin_dq(spec):
 
 @cache
 def make_wait_dq(spec):
-    """Make ``wait_dq(rdQ)``, which waits until dQ is in rdQ. One product that was begun after it
-    may still be running.
+    """Make ``wait_dq(rdQ)``, which waits until the product dQ is in the registers rdQ.
+
+    One product that was begun later may still be running.
     """
     return wait_for(spec.query_registers, 1)
 
@@ -631,7 +644,7 @@ def make_wait_dq(spec):
 def make_wait_columns(spec):
     """Make ``wait_columns(rdK, rdV, more)``, which waits until dK and dV are in registers.
 
-    With ``more``, one product that was begun after them may still be running: dQ.
+    If ``more`` is true, one product that was begun later, dQ, may still be running.
     """
     *_, RK, RV = spec.tile_registers
     wait_dk, wait_dv = wait_with(RK, 1), wait_with(RV, 1)
@@ -645,11 +658,11 @@ def make_wait_columns(spec):
 
 @part
 def make_add_dq(spec):
-    """Make ``add_dq(rdQ, sdQ, A, row0, head, thread)``, which adds this consumer's part of dQ to A
-    atomically.
+    """Make ``add_dq(rdQ, sdQ, A, row0, head, thread)``, which adds this consumer's part of dQ to
+    the float32 sum A atomically.
 
-    The part passes through the consumer's part of sdQ, and the copy engine adds it in boxes of 32
-    columns. Rows beyond the sequence are not added.
+    The part is stored in shared memory, in the consumer's part of sdQ. The copy engine adds it from
+    there to A, in boxes of 32 columns. Rows beyond the sequence are not added.
     """
     by_rows, sync_group = spec.Br > GROUP_ROWS, make_sync_group(spec)
     find, BOX, COLUMNS = make_read_query_box(spec), GROUP_ROWS * FLOATS, spec.query_columns
@@ -693,9 +706,10 @@ def make_add_dq(spec):
 
 @part
 def make_end_copies(spec):
-    """Make ``end_copies()``, by which each warp waits until the copy engine has read its data.
+    """Make ``end_copies()``, by which each warp waits until the copy engine has read the warp's
+    data in shared memory.
 
-    The data are in shared memory. The warp's threads must not end before.
+    The threads of the warp must not end earlier.
     """
 
     def end_copies():
@@ -707,13 +721,13 @@ def make_end_copies(spec):
 
 @part
 def make_copy_dq(spec):
-    """Make ``copy_dq(rdQ, sdQ, A, row0, head, thread)``, which adds each warp's part of dQ to A
-    atomically.
+    """Make ``copy_dq(rdQ, sdQ, A, row0, head, thread)``, which adds each warp's part of dQ to the
+    float32 sum A atomically.
 
-    The sum A is stored in fragments (``kernels.mma.rows``). A warp's part has 16 rows and 64
-    columns. It passes through the warp's part of shared memory sdQ, and the copy engine adds it by
-    one contiguous copy. If the group of 16 rows ends beyond the sequence, the part is added from
-    registers instead.
+    A is stored in fragments (``kernels.mma.rows``). A warp's part has 16 rows and 64 columns. It is
+    stored in the warp's part of shared memory sdQ, and the copy engine adds it from there to A by
+    one contiguous copy. If the 16 rows end beyond the sequence, the part is added from registers
+    instead.
     """
     query_rows, TILES, HALF = make_query_rows(spec), spec.head_dim // 8, PANEL // 4
     OF_PANEL, by_rows, WHOLE = PANEL // 8, spec.Br > GROUP_ROWS, spec.head_dim % PANEL == 0
@@ -766,21 +780,24 @@ def make_scale_dv(spec):
 
 @cache
 def make_write_dv(spec):
-    """Make ``write_dv(rdV, sV, dV, row0, head, thread)``, which writes this consumer's rows of dV.
+    """Make ``write_dv(rdV, sV, dV, row0, head, thread)``, which writes this consumer warpgroup's
+    rows of dV to global memory.
 
-    It works as ``write_columns``. The rows pass through the shared memory ``sV``.
+    It works as ``write_columns``, with shared memory sV in the place of sK.
     """
     return make_write_columns(spec.of_values)
 
 
 @part
 def make_write_columns(spec):
-    """Make ``write_columns(rdK, sK, dK, row0, head, thread)``, which writes this consumer's rows of
-    dK.
+    """Make ``write_columns(rdK, sK, dK, row0, head, thread)``, which writes this consumer
+    warpgroup's rows of dK to global memory.
 
-    The rows are rounded and pass through the shared memory of the consumer's rows of K. Rows beyond
-    a packed sequence are not written. If several blocks share a column tile, the function writes
-    the block's part of dK in float32 from registers instead.
+    The column tile begins at row ``row0`` of dK. Normally the rows are rounded to 16 bits and
+    stored in shared memory sK, where the consumer's rows of K were. The copy engine copies them
+    from there to dK. Rows beyond a packed sequence are not written. If several blocks share a
+    column tile (``spec.splits_group``), each thread writes its part of the block's dK in float32
+    from registers instead.
     """
     if spec.splits_group:
         return _make_write_part(spec)
@@ -798,7 +815,9 @@ def _make_write_part(spec):
     """Make ``write_part(rdK, sK, A, row0, head, thread)``, which writes this thread's part of dK to
     A in float32.
 
-    A has rows of its own for each share. The number of the share is ``head.hk``.
+    Several blocks share a column tile, and each block has a share of its query heads or rows. A
+    contains separate rows for each share. ``head.hk`` is the number of the share. ``sK`` is not
+    used.
     """
     write, key_rows = column_pairs(spec, make_write_floats(spec)), make_key_rows(spec)
 
@@ -812,10 +831,12 @@ def _make_write_part(spec):
 
 @part
 def column_pairs(spec, put):
-    """Make ``pairs(rdK, A, row0, thread)``, which calls ``put`` for each pair of neighbours of a
-    thread's dK.
+    """Make ``pairs(rdK, A, row0, thread)``, which calls the device function ``put`` for each pair
+    of neighbouring elements of dK that the thread holds.
 
-    The call is ``put(A, row, col, inside, low, high)``. The tile begins at row ``row0`` of A.
+    The call is ``put(A, row, col, inside, low, high)``. The elements ``low`` and ``high`` belong to
+    row ``row`` and the columns col and col + 1 of A. ``inside`` says whether A has this row. The
+    tile begins at row ``row0`` of A.
     """
     TN, DN4, STEP_ = spec.TN, 4 * spec.DN, spec.column_step
 

@@ -33,12 +33,13 @@ def make_thread(spec):
 @part
 def make_transposed_thread(spec):
     """Make ``transposed_thread()``, which returns the position of a consumer thread in the
-    transposed S.
+    transposed S, as a ``GroupThread``.
 
-    ``tx`` is the thread's first column among the 64 columns of S, and ``ty`` decides its rows. The
-    number of the warpgroup passes through a shuffle. The assembler then knows that it is equal in
-    all lanes of a warp, and computes the addresses of operands once, in uniform registers. If both
-    consumers share their columns, there is no shuffle. This choice follows from timings.
+    ``tx`` is the thread's first column among the 64 columns of S, and ``ty`` decides its rows.
+    Normally, the number of the warpgroup passes through a shuffle. The assembler then knows that
+    the number is equal in all lanes of a warp. It computes the addresses of operands once, in
+    uniform registers. If both consumers share their columns, there is no shuffle, because kernels
+    were faster without it.
     """
     thread, SHUFFLED = make_thread(spec), not spec.wide
 

@@ -29,10 +29,11 @@ from fa_numba.parts.wgmma.scheduler import sequence_tile_of
 
 @part
 def _make_range_in_chunk(spec):
-    """Make the function that ``visits.make_row_range`` describes, with no rows for a column tile
-    beyond K.
+    """Make the function ``row_range`` that ``visits.make_row_range`` describes, for grids with
+    chunks of column tiles.
 
-    The last chunk of column tiles (``spec.chunk_tiles``) can contain such tiles.
+    The last chunk (``spec.chunk_tiles``) can contain column tiles beyond K. For these column tiles,
+    the range of rows is empty.
     """
     row_range = make_row_range(spec)
     if not spec.chunk_tiles:
@@ -187,9 +188,10 @@ def make_key_tile(spec):
 @part
 def _make_query_heads(spec):
     """Make ``query_heads(words, share, group)``, which returns the first query head of a block, and
-    their number.
+    the number of its query heads.
 
-    ``share`` is the number of the K/V head, or of the share.
+    ``share`` is the number of the share, if several blocks share a column tile. Otherwise it is the
+    number of the K/V head. ``make_key_tile`` explains ``group``.
     """
     grouped, splits = spec.grouped, spec.splits_rows
 
@@ -205,9 +207,10 @@ def _make_query_heads(spec):
 
 @part
 def _make_read_lengths(spec):
-    """Make ``read_lengths(words, Q, K)``, which returns Nq and Nk.
+    """Make ``read_lengths(words, Q, K)``, which returns Nq and Nk of the block's sequence.
 
-    They come from the words if batch entries have lengths of their own, otherwise from the shapes.
+    If batch entries have lengths of their own, Nq and Nk come from the words of the key tile.
+    Otherwise they come from the shapes of Q and K.
     """
     varies = spec.features.lengths
 
@@ -221,9 +224,11 @@ def _make_read_lengths(spec):
 
 @part
 def make_read_head(spec):
-    """Make ``read_head(head, h, Q, K)``, which returns query head h of the K/V head of ``head``.
+    """Make ``read_head(head, h, Q, K)``, which returns the record of query head h, in the group of
+    query heads to which ``head`` belongs.
 
-    It reads the lengths again, so that they need no registers in between.
+    The function reads the lengths Nq and Nk again. A kernel that calls it therefore needs no
+    registers for them between two calls.
     """
     lengths = _make_read_lengths(spec)
 
@@ -236,9 +241,11 @@ def make_read_head(spec):
 
 @part
 def make_read_h(spec):
-    """Make ``read_h(words, h)``, which returns the query head h.
+    """Make ``read_h(words, h)``, which returns the number of the query head that the block computes
+    now.
 
-    If blocks share rows, a block has one query head, and its number is read from the words.
+    Normally it is ``h``. If several blocks share the rows of a query head, a block has only one
+    query head, and its number is read from the words of the key tile.
     """
     splits = spec.splits_rows
 
@@ -267,8 +274,8 @@ def _make_read_row_range(spec):
 
 @part
 def make_takes_more(spec):
-    """Make ``takes_more(words, h, h_end, i0)``, which says whether this block visits row tile i0 of
-    head h.
+    """Make ``takes_more(words, h, h_end, i0)``, which says whether this block still has to visit
+    row tile i0 of query head h.
 
     (h, i0) must be the result of ``visits.next_visit``. ``h_end`` is one past the block's last
     query head.
@@ -285,40 +292,43 @@ def make_takes_more(spec):
 
 @device_function
 def _read_query_end(head):
-    """Return one past the last row of the sequence in arrays of queries, from the key tile's
-    words.
+    """Return one past the last row of the block's sequence in arrays of queries, from the words of
+    the key tile.
     """
     return head.words[4]
 
 
 @device_function
 def _read_key_end(head):
-    """Return one past the last row of the sequence in arrays of keys, from the key tile's words."""
+    """Return one past the last row of the block's sequence in arrays of keys, from the words of the
+    key tile.
+    """
     return head.words[5]
 
 
 @cache
 def make_read_query_box(spec):
-    """Make ``read_query_box(T, row, head)``, which returns the ``Box`` of a row of a head's
-    queries.
+    """Make ``read_query_box(T, row, head)``, which returns the ``Box`` of row ``row`` of a query
+    head in T's tensor map.
 
-    It reads the end of the sequence from the words of the key tile. Otherwise it works as
-    ``load.query_box``.
+    It works as ``load.query_box``, but reads the end of the sequence from the words of the key
+    tile.
     """
     return make_query_box(spec, end=_read_query_end)
 
 
 @cache
 def make_read_key_box(spec, ends):
-    """Make ``read_key_box(T, row, head)``, which returns the ``Box`` of a row of a head's keys.
+    """Make ``read_key_box(T, row, head)``, which returns the ``Box`` of row ``row`` of a K/V head
+    in T's tensor map.
 
-    It reads the end of the sequence from the words of the key tile. Otherwise it works as
-    ``load.key_box``. ``ends`` says whether sequences end within T.
+    It works as ``load.key_box``, but reads the end of the sequence from the words of the key tile.
+    ``ends`` says whether sequences end within T.
     """
     return make_key_box(spec, ends, _read_key_end)
 
 
 @device_function
 def at_head(head, h):
-    """Return query head h of the K/V head of ``head``."""
+    """Return the record of query head h, with the K/V head, lengths and options of ``head``."""
     return KeyTileHead(head.b, h, head.hk, head.Nq, head.Nk, head.options, head.words)

@@ -1,10 +1,12 @@
 """Copies of tiles from global to shared memory by TMA, Hopper's copy engine.
 
-A TMA box has rows of 128 bytes. Parts of a box that are beyond the array become 0. If sequences end
-within an array, or heads share a tile, the array has a special tensor map (``TiledArray``). If K
-and V are stored in pages, all rows of a box are in one page. Indices named ``at`` or ``place``
-count elements of shared memory. ``barrier`` is the number of the mbarrier that counts the bytes
-which arrive.
+TMA copies boxes. A box has rows of 128 bytes. Parts of a box that are beyond the array become 0. If
+sequences end within an array, or heads share a tile, the array has a special tensor map
+(``TiledArray``). If K and V are stored in pages, all rows of a box are in one page.
+
+Arguments that recur: ``at`` and ``place`` are positions in shared memory and count elements.
+``barrier`` is the number of the mbarrier that counts the arriving bytes. ``pages`` are the page
+numbers that ``look_up`` has read.
 """
 
 from fa_numba.device import WRAPS, cuda, device_function, uint32
@@ -50,9 +52,10 @@ def make_shared_memory(spec):
 
 @part
 def make_q(spec):
-    """Make ``q(shared, Q, i0, head, slot, w)``, which starts to load Qi into an empty slot.
+    """Make ``q(shared, Q, i0, head, slot, w)``, which starts to load the row tile Qi into a slot.
 
-    In FlashAttention-1 (``spec.loads_own_rows``) it loads only the rows of consumer w, into the
+    Normally the slot must be empty, and the function loads the complete row tile. In
+    FlashAttention-1 (``spec.loads_own_rows``), it loads only the rows of consumer w into the
     consumer's part of the slot, and first waits until this part is empty. With ``spec.query_ends``,
     rows beyond the sequence become 0.
     """
@@ -86,8 +89,8 @@ def make_k(spec):
 def make_v(spec):
     """Make ``v(sV, V, j0, head, pages, bars, slot)``, which starts to load Vj into an empty slot.
 
-    Rows beyond the sequence become 0. They must not contain NaN, because the product with P = 0
-    would be NaN. ``pages`` are the pages that ``look_up`` has found.
+    Rows beyond the sequence become 0. If they contained NaN, the product with P = 0 would be NaN.
+    ``pages`` are the pages that ``look_up`` has found.
     """
     return _make_columns(spec, spec.pipelines.v.full, spec.panels_v)
 
@@ -115,10 +118,11 @@ def _make_columns(spec, full, panels):
 
 @part
 def make_columns(spec):
-    """Make ``columns(shared, K, V, j0, head, slot)``, which starts to load Kj and Vj.
+    """Make ``columns(shared, K, V, j0, head, slot)``, which starts to load Kj and Vj after their
+    slots are empty.
 
-    It first waits until their slots are empty. If different threads load K and V, each thread loads
-    its own tile. ``slot`` is the ``Slot`` of both pipelines.
+    If different threads load K and V, each thread loads its own tile. ``slot`` is the ``Slot`` of
+    both pipelines.
     """
     acquire_k, acquire_v = make_acquire(spec.pipelines.k), make_acquire(spec.pipelines.v)
     k, v, look_up, PAGES = make_k(spec), make_v(spec), make_look_up(spec), pages_of_tile(spec)
@@ -158,11 +162,12 @@ def make_tile_of_keys(spec, panels):
 @part
 def make_tile(rows, box, panels, find, heads=1):
     """Make ``tile(sT, at, T, row0, head, bars, barrier)``, which starts to load a tile of ``rows``
-    rows.
+    rows into sT.
 
-    Each box has ``box`` rows, and there are ``panels`` boxes side by side. ``find(T, row0, head)``
-    returns the ``Box`` of the first row. The barrier completes only after all bytes have arrived.
-    With ``heads`` above 1, a box contains rows of several heads.
+    The tile consists of boxes. Each box has ``box`` rows, and ``panels`` boxes are side by side.
+    ``find(T, row0, head)`` returns the ``Box`` of the first row. The barrier completes only after
+    all bytes have arrived. If ``heads`` is above 1, several heads share the tile, and a box
+    contains rows of all these heads.
     """
     size, step, members = 2 * PANEL * panels * rows, box // heads, heads > 1
 
@@ -186,11 +191,11 @@ def make_tile(rows, box, panels, find, heads=1):
 @part
 def make_own_tile(Br, panels, width, tile, facts, find):
     """Make ``load(sT, T, row0, head, bars, slot, w)``, which starts to load the 64 rows of consumer
-    w.
+    w into the consumer's part of a slot.
 
-    They go to the consumer's part of a slot, which has ``tile`` elements in all. There are
-    ``panels`` boxes of ``width`` columns (128 bytes). ``facts`` is the pipeline, and ``find`` is
-    that of ``make_tile``.
+    The slot has ``tile`` elements. A row consists of ``panels`` boxes of ``width`` columns (128
+    bytes). ``Br`` is the number of rows of the complete tile. ``facts`` is the pipeline.
+    ``find(T, row0, head)`` returns the ``Box`` of the first row.
     """
     size, full, groups = 128 * GROUP_ROWS * panels, facts.full, facts.groups
 
@@ -209,10 +214,11 @@ def make_own_tile(Br, panels, width, tile, facts, find):
 @part
 def _make_pages(spec, panels):
     """Make ``load(sT, at, T, row0, head, pages, bars, barrier)``, which starts to load a column
-    tile from pages.
+    tile from pages into sT.
 
-    All rows of a box are in one page. The valid rows of a page end where the sequence or the page
-    ends. A box without valid rows is outside of the tensor map, and becomes 0.
+    ``panels`` is the number of boxes of 64 columns in a row. All rows of a box are in one page. The
+    valid rows of a page end where the sequence or the page ends. A box without valid rows is
+    outside of the tensor map, and becomes 0.
     """
     page_size, Bc = spec.features.page_size, spec.Bc
     size, box = 2 * PANEL * panels * Bc, common_rows(page_size, Bc)
@@ -235,12 +241,13 @@ def _make_pages(spec, panels):
 
 @part
 def make_look_up(spec):
-    """Make ``look_up(pages, j0, head)``, which reads from the block table the pages of Kj and Vj.
+    """Make ``look_up(pages, j0, head)``, which reads the numbers of the pages that contain Kj and
+    Vj from the block table.
 
     ``pages: (pages_of_tile,)`` are registers. Register n gets the page of the n-th run of rows of
-    the tile (``pages.common_rows``). Pages past the end of the sequence are 0. Call it before
-    waiting for an empty slot, so that nobody waits for the block table. Without pages it does
-    nothing.
+    the tile (``pages.common_rows``). Pages past the end of the sequence are 0. A kernel calls the
+    function before it waits for an empty slot, so that the two waiting times overlap. Without pages
+    the function does nothing.
     """
     page_size, PAGES = spec.features.page_size, pages_of_tile(spec)
     rows = spec.Bc // PAGES
@@ -265,9 +272,11 @@ def warp():
 
 @part
 def make_produces_rows(spec):
-    """Make ``produces_rows(w)``, which says whether this thread, in warp w, loads Q.
+    """Make ``produces_rows(w)``, which says whether this thread loads Q. ``w`` is the number of the
+    thread's warp.
 
-    In FlashAttention-1, one thread for each consumer loads the consumer's rows of Q.
+    In FlashAttention-1, each consumer has its own loading thread, which loads only the consumer's
+    rows of Q.
     """
     own, GROUPS = spec.loads_own_rows, spec.consumers
 
@@ -282,10 +291,11 @@ def make_produces_rows(spec):
 
 @part
 def make_produces_columns(spec):
-    """Make ``produces_columns(w)``, which says whether this thread, in warp w, loads K, V or both.
+    """Make ``produces_columns(w)``, which says whether this thread loads K, V or both. ``w`` is the
+    number of the thread's warp.
 
-    In FlashAttention-1 it is a thread of the fourth warp, because the first three can load rows of
-    Q.
+    In FlashAttention-1 it is a thread of the fourth warp, because the first three warps can load
+    rows of Q.
     """
     own, (keys, values) = spec.loads_own_rows, COLUMN_PRODUCERS[spec.column_producers]
 
@@ -301,21 +311,26 @@ def make_produces_columns(spec):
 
 @part
 def make_produces_k(spec):
-    """Make ``produces_k()``, which says whether a thread that loads K or V loads K."""
+    """Make ``produces_k()``, which says whether this thread loads K. Only threads that load K or V
+    may call it.
+    """
     return _make_produces(*COLUMN_PRODUCERS[spec.column_producers])
 
 
 @part
 def make_produces_v(spec):
-    """Make ``produces_v()``, which says whether a thread that loads K or V loads V."""
+    """Make ``produces_v()``, which says whether this thread loads V. Only threads that load K or V
+    may call it.
+    """
     return _make_produces(*reversed(COLUMN_PRODUCERS[spec.column_producers]))
 
 
 @part
 def _make_produces(own, other):
-    """Make ``produces()``, which says whether this thread is thread ``own``.
+    """Make ``produces()``, which says whether this thread has the number ``own`` in its block.
 
-    If one thread loads both K and V, ``own`` and ``other`` are equal, and the result is true.
+    ``own`` is the number of the thread that loads one of K and V, and ``other`` is the number of
+    the thread that loads the other one. If both numbers are equal, the result is true.
     """
 
     def produces():
@@ -328,11 +343,11 @@ def _make_produces(own, other):
 
 @part
 def make_query_box(spec, ends=None, end=None):
-    """Make ``query_box(T, row, head)``, which returns the ``Box`` of a row of a head's queries in
+    """Make ``query_box(T, row, head)``, which returns the ``Box`` of row ``row`` of a query head in
     T's tensor map.
 
     ``ends`` says whether sequences end within T. ``end(head)`` returns one past the last row of
-    this sequence. The defaults come from ``spec``.
+    this sequence. If ``ends`` or ``end`` is None, it is derived from ``spec``.
     """
     ends = spec.query_ends if ends is None else ends
     end = end or make_query_end(spec)
@@ -348,10 +363,10 @@ def make_query_box(spec, ends=None, end=None):
 
 @part
 def make_key_box(spec, ends=None, end=None):
-    """Make ``key_box(T, row, head)``, which returns the ``Box`` of a row of a head's keys in T's
+    """Make ``key_box(T, row, head)``, which returns the ``Box`` of row ``row`` of a K/V head in T's
     tensor map.
 
-    ``ends`` and ``end`` are those of ``make_query_box``.
+    ``make_query_box`` explains ``ends`` and ``end``.
     """
     ends = spec.key_ends if ends is None else ends
     end = end or make_key_end(spec)
@@ -373,8 +388,7 @@ def whole_box(T, row, head):
 
 @device_function
 def end_of(T, b, h, end):
-    """Return the coordinate for the axis of T's tensor map that says where a sequence ends
-    (``TiledArray``).
+    """Return a coordinate that tells T's tensor map where a sequence ends (``TiledArray``).
 
     ``b`` and ``h`` are the batch entry and head, and ``end`` is one past the sequence's last row.
     """

@@ -17,10 +17,10 @@ from fa_numba.tiling.wgmma import GROUP
 
 
 class NamedBarrier(IntEnum):
-    """Numbers of the named barriers of a block.
+    """The numbers of the named barriers of a block.
 
-    TURN_w is for the turn of consumer warpgroup w, GROUP_w is for the threads of warpgroup w, and
-    CONSUMERS is for the threads of all consumers.
+    TURN_w is the barrier at which consumer warpgroup w waits for its turn. GROUP_w synchronises the
+    threads of warpgroup w. CONSUMERS synchronises the threads of all consumers.
     """
 
     TURN_0, TURN_1, TURN_2 = 1, 2, 3
@@ -33,8 +33,8 @@ TURN_0, TURN_1, TURN_2, GROUP_0, GROUP_1, GROUP_2, CONSUMERS = map(int, NamedBar
 
 @part
 def make_first_turn(spec):
-    """Make ``first_turn(w)``, which gives the first turn to warpgroup 0, the next one to warpgroup
-    1, and so on.
+    """Make ``first_turn(w)``, which sets the order of turns at the start: warpgroup 0 is the first,
+    then warpgroup 1, and so on.
     """
     groups, threads, turns = spec.consumers, GROUP * spec.consumers, spec.takes_turns
 
@@ -86,11 +86,12 @@ def make_give_turn(spec):
 @part
 def make_begin_products(spec):
     """Make ``begin_products(rS, rO, rP, shared, q_stage, kv, after, w)``, which begins two matrix
-    products.
+    products of warpgroup w.
 
-    The products are S of the next column tile, whose K is in slot ``after``, and P V of the current
-    column tile, whose V is in slot ``kv``. Q is in slot number ``q_stage``. Both run at the same
-    time. Without the measure "overlap", P V ends before S begins.
+    One product is S of the next column tile in the registers rS, with Q in slot number ``q_stage``
+    and K in slot ``after``. The other product is P V of the current column tile in the registers
+    rO, with V in slot ``kv``. Both run at the same time. If the measure "overlap" is switched off,
+    P V ends before S begins.
     """
     overlaps, wait_output = spec.overlaps, make_wait_output(spec)
     wait_k, wait_v = make_wait(spec.pipelines.k), make_wait(spec.pipelines.v)
@@ -120,11 +121,11 @@ def make_begin_products(spec):
 @part
 def make_begin_last(spec):
     """Make ``begin_last(rS, rO, rP, shared, q_stage, kv, after, w)``, which begins two matrix
-    products.
+    products of warpgroup w at the end of a work tile.
 
-    The products are the last P V of a work tile, whose V is in slot ``kv``, and the first S of the
-    next work tile. Its Q is in slot number ``q_stage``, and its K in slot ``after``. Both run at
-    the same time.
+    One product is the last P V of this work tile, with V in slot ``kv``. The other product is the
+    first S of the next work tile, with Q in slot number ``q_stage`` and K in slot ``after``. Both
+    run at the same time.
     """
     wait_k, begin_scores = make_wait(spec.pipelines.k), make_begin_scores(spec)
     begin_output, take_turn = make_begin_output(spec), make_take_turn(spec)

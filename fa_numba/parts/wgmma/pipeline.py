@@ -1,9 +1,10 @@
-"""Pipelines: producers fill slots in shared memory, and consumers read and release them, in turn.
+"""Pipelines: producers fill slots in shared memory, and consumers read and release the slots, one
+slot after the other.
 
-Each slot has two barriers, one for "full" and one for "empty". ``facts`` is one of
-``spec.pipelines``, a ``tiling.wgmma.Pipeline``: it contains the numbers of the first barriers, and
-the number of slots. Producers begin with phase 1, for which their first wait finds every slot
-empty.
+Each slot has two barriers: one says that the slot is full, and the other that it is empty.
+``facts`` is one of ``spec.pipelines``, a ``tiling.wgmma.Pipeline``. It contains the number of
+slots, and the numbers of the two barriers of slot 0. Producers begin with phase 1. Their first wait
+with this phase finds every slot empty.
 """
 
 from functools import cache
@@ -106,8 +107,8 @@ def make_release(facts):
 def make_release_by(facts):
     """Make ``release_by(bars, slot, thread)``, by which a warpgroup says that it has read the slot.
 
-    The first thread of the warpgroup arrives at the barrier. It must have waited for the others
-    before.
+    The first thread of the warpgroup arrives at the barrier. This thread must have waited for the
+    other threads of the warpgroup before.
     """
     empty = facts.empty
 
@@ -141,8 +142,8 @@ def make_next(facts):
 def make_own(facts):
     """Make ``own(slot, w)``, which returns the part of a slot that belongs to consumer warpgroup w.
 
-    Each part has barriers of its own. The result is a ``Slot`` whose ``stage`` is the number of the
-    part.
+    Each part has barriers of its own. The result is a ``Slot`` record. The field ``stage`` of the
+    result is the number of the part, counted over all slots.
     """
     groups = facts.groups
 
@@ -173,8 +174,8 @@ def make_begin(spec):
 def _init_all(arrivals):
     """Make ``init(bars)``, which initialises all barriers.
 
-    ``arrivals`` contains a pair (slots, barriers) for each kind of slots. ``barriers`` are those of
-    one slot.
+    ``arrivals`` contains one pair for each kind of slots: the number of slots, and the barriers of
+    one slot (``_init_slot``).
     """
     if not arrivals:
         return _nothing
@@ -191,10 +192,10 @@ def _init_all(arrivals):
 
 @part
 def _init_slot(barriers):
-    """Make ``init(bars, s)``, which initialises the barriers of slot s.
+    """Make ``init(bars, s)``, which initialises the barriers of slot number s.
 
-    ``barriers`` contains pairs: the number of the barrier of slot 0, and the arrivals that complete
-    it.
+    ``barriers`` contains one pair for each barrier of a slot: the number of this barrier in slot 0,
+    and the number of arrivals that complete it.
     """
     if not barriers:
         return _nothing_of_slot

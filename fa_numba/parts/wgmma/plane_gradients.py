@@ -37,19 +37,21 @@ from fa_numba.tiling.wgmma import GROUP, GROUP_ROWS, PANEL
 
 @cache
 def make_begin_st(spec):
-    """Make ``begin_st(rS, sK, own, sQ, at)``, which begins ST = K QT (or dPT = V dOT).
+    """Make ``begin_st(rS, sK, own, sQ, at)``, which begins the product ST = K QT (or dPT = V dOT)
+    in the registers rS.
 
-    The consumer's 64 rows of K begin at element ``own`` of sK, and the tile of Q at element ``at``
-    of sQ.
+    The consumer's 64 rows of K begin at element ``own`` of sK. The tile of Q begins at element
+    ``at`` of sQ.
     """
     return planes.make_multiply_planes(spec.transposed)
 
 
 @cache
 def make_begin_product(spec):
-    """Make ``begin_product(rT, rP, sQ, at)``, which begins T = PT dO (or dST Q) of one tile.
+    """Make ``begin_product(rT, rP, sQ, at)``, which begins the product T = PT dO (or dST Q) of one
+    tile in the registers rT.
 
-    The tile of dO (or Q) begins at element ``at`` of sQ.
+    The planes of PT are in the registers rP. The tile of dO (or Q) begins at element ``at`` of sQ.
     """
     return planes.make_product_of_planes(spec.transposed, spec.products)
 
@@ -62,11 +64,11 @@ def make_split_pt(spec):
 
 @part
 def make_ds_of_planes(spec):
-    """Make ``ds_of_planes(rdP, rS, sL, at, tile)``, which computes dST = PT o (dPT - D) in place of
-    dPT.
+    """Make ``ds_of_planes(rdP, rS, sL, at, tile)``, which replaces dPT in the registers rdP by dST
+    = PT o (dPT - D).
 
-    rS holds PT. L of the row tile begins at element ``at`` of sL, and D follows L. With scaled
-    planes, dPT is first multiplied by the factor that undoes the scaling.
+    ``rS`` holds PT. L of the row tile begins at element ``at`` of sL, and D comes after L. With
+    scaled planes, dPT is first multiplied by the factor that undoes the scaling.
     """
     TM, TN, Br = spec.TM, spec.TN, spec.Br
     scaled, packed = spec.features.scaled, spec.features.packed
@@ -91,12 +93,12 @@ def make_ds_of_planes(spec):
 
 @part
 def make_power_of_ds(spec):
-    """Make ``power_of_ds(rdS, w)``, which returns the power of two by which this consumer
-    multiplies dS.
+    """Make ``power_of_ds(rdS, w)``, which returns the power of two by which consumer warpgroup w
+    multiplies dS before the split into planes.
 
-    It depends on the consumer's largest finite |dS|, and is 1 without scaled planes. The threads of
-    the consumer wait for each other in this function. After the function, no thread of the consumer
-    still reads the dS of the tile before.
+    The power depends on the consumer's largest finite |dS|. Without scaled planes it is 1. The
+    threads of the consumer wait for each other in this function. After the function, no thread of
+    the consumer still reads the dS of the previous tile.
     """
     RS, scaled, (AT, WORDS) = spec.TM * spec.TN, spec.features.scaled, spec.largest_words
     sync_group = make_sync_group(spec)
@@ -141,9 +143,10 @@ def make_unit_of_dv(spec):
 
 @part
 def make_units_of_ds(spec):
-    """Make ``units_of_ds(power, head)``, which returns the factors for dST Q and dS K.
+    """Make ``units_of_ds(power, head)``, which returns two factors that undo the scaling of planes:
+    one for the product dST Q, one for dS K.
 
-    They undo the scaling of planes. ``power`` is the result of ``power_of_ds``.
+    ``power`` is the result of ``power_of_ds``. Without scaled planes both factors are 1.
     """
     scaled, packed = spec.features.scaled, spec.features.packed
 
@@ -182,10 +185,10 @@ def make_split_ds(spec):
 
 @part
 def make_store_planes(spec):
-    """Make ``store_planes(sdS, rdS, thread)``, which stores the planes of dST in shared memory.
+    """Make ``store_planes(sdS, rdS, thread)``, which stores the planes of dST in shared memory, one
+    plane after the other.
 
-    The planes come one after the other. Each is one panel, with the layout of
-    ``gradients.make_store_ds``.
+    Each plane is a panel of 64 columns. Its layout is that of ``gradients.make_store_ds``.
     """
     TM, TN, PLANES, WORDS = spec.TM, spec.TN, spec.planes, spec.p_registers
     PLANE = spec.tile_halves[2]
@@ -207,11 +210,11 @@ def make_store_planes(spec):
 
 @cache
 def make_begin_own_dq(spec):
-    """Make ``begin_own_dq(rdQ, sdS, at, sK, first)``, which begins dQ = dS K of this consumer's
+    """Make ``begin_own_dq(rdQ, sdS, at, sK, first)``, which begins the product dQ = dS K over 64
     columns of S.
 
-    The result has 64 rows and a panel of 64 columns. The 64 columns of S begin at element ``at`` of
-    sdS, and the panel of K at element ``first`` of sK.
+    The result has 64 rows and 64 columns. The 64 columns of S, which are rows of sdS, begin at
+    element ``at`` of sdS. The panel of K, with 64 columns, begins at element ``first`` of sK.
     """
     of_ds, of_k = spec.tile_halves[2], spec.plane_panels * PANEL * spec.Bc
     a, b = (spec.Bc, of_ds, 1), (spec.Bc, of_k, 1)
@@ -220,24 +223,24 @@ def make_begin_own_dq(spec):
 
 @cache
 def make_wait_dv(spec):
-    """Make ``wait_dv(rT)``, which waits until a tile's dV is in rT and no other product is
-    running.
+    """Make ``wait_dv(rT)``, which waits until a tile's part of dV is in the registers rT. No other
+    product is running then.
     """
     return wait_for(spec.column_registers, 0)
 
 
 @cache
 def make_wait_tile(spec):
-    """Make ``wait_tile(rT)``, which waits until a tile's dV or dK is in rT.
+    """Make ``wait_tile(rT)``, which waits until a tile's part of dV or dK is in the registers rT.
 
-    One product of float32 matrices that was begun after it may still be running.
+    One product of float32 matrices that was begun later may still be running.
     """
     return wait_for(spec.column_registers, spec.products)
 
 
 @cache
 def make_wait_dk(spec):
-    """Make ``wait_dk(rT)``, which waits until a tile's dK is in rT.
+    """Make ``wait_dk(rT)``, which waits until a tile's part of dK is in the registers rT.
 
     The products for dQ and for the next S may still be running.
     """
@@ -246,25 +249,27 @@ def make_wait_dk(spec):
 
 @cache
 def make_wait_own_dq(spec):
-    """Make ``wait_own_dq(rdQ)``, which waits until dQ is in rdQ.
+    """Make ``wait_own_dq(rdQ)``, which waits until the product dQ is in the registers rdQ.
 
-    One product of float32 matrices that was begun after it may still be running.
+    One product of float32 matrices that was begun later may still be running.
     """
     return wait_for(spec.query_registers, spec.products)
 
 
 @cache
 def make_wait_last_dq(spec):
-    """Make ``wait_last_dq(rdQ)``, which waits until dQ is in rdQ and no other product is
-    running.
+    """Make ``wait_last_dq(rdQ)``, which waits until the product dQ is in the registers rdQ. No
+    other product is running then.
     """
     return wait_for(spec.query_registers, 0)
 
 
 @part
 def make_add_columns(spec):
-    """Make ``add_columns(rdK, rT, unit)``, which adds ``unit`` times T to dK (or dV) in
-    registers.
+    """Make ``add_columns(rdK, rT, unit)``, which adds ``unit`` times the registers rT to the
+    registers rdK.
+
+    ``rT`` holds a tile's part of dK (or dV). ``unit`` is a float32 factor.
     """
     RK = spec.column_registers
 
@@ -277,11 +282,11 @@ def make_add_columns(spec):
 
 @part
 def make_add_own_dq(spec):
-    """Make ``add_own_dq(rdQ, A, row0, col0, unit, head)``, which adds ``unit`` times dQ to A
-    atomically.
+    """Make ``add_own_dq(rdQ, A, row0, col0, unit, head)``, which adds ``unit`` times dQ to the
+    float32 sum A atomically.
 
-    rdQ holds this thread's part of a panel that begins at (row0, col0) of A. Rows beyond the
-    sequence are not added.
+    ``rdQ`` holds this thread's part of 64 x 64 elements, which begin at (row0, col0) of A. Rows
+    beyond the sequence are not added.
     """
     query_rows, add_two = make_query_rows(spec), make_add_two(spec)
     TILES = ceil_div(min(spec.head_dim, PANEL), 8)
@@ -328,8 +333,8 @@ def make_write_own_columns(spec):
 
 @part
 def make_second_panel(spec):
-    """Make ``second_panel()``, which returns the element of sK at which Kj's second panel
-    begins.
+    """Make ``second_panel()``, which returns the index in sK at which the second panel of Kj, its
+    columns from 64 on, begins.
     """
     AT = PANEL * spec.Bc
 

@@ -106,8 +106,9 @@ def make_wait_output(spec):
 def wait_with(registers, later):
     """Make ``wait(rT, more)``, which waits until a product is complete in the registers rT.
 
-    rT has ``registers`` registers. If ``more`` is true, up to ``later`` instructions that were
-    begun after this product may still be running. Otherwise none may.
+    rT has ``registers`` registers. If ``more`` is true, up to ``later`` products that were begun
+    after this product may still be running. A product of float32 matrices counts as several
+    products, one for each pair of planes. If ``more`` is false, no later product may be running.
     """
 
     def wait(rT, more):
@@ -124,7 +125,8 @@ def wait_for(registers, later):
     """Make ``wait(rT)``, which waits until a product is complete in the registers rT.
 
     rT has ``registers`` registers. Up to ``later`` products that were begun after this product may
-    still be running.
+    still be running. A product of float32 matrices counts as several products, one for each pair of
+    planes.
     """
 
     def wait(rT):

@@ -1,13 +1,13 @@
-"""The tile scheduler of FlashAttention-2's forward kernel on Hopper: which work tiles a block
-computes.
+"""The tile scheduler of FlashAttention-2's forward kernel on Hopper: it decides which work tiles a
+thread block computes.
 
-A work tile is a row tile of Q, or with ``kv_splits`` one key split of a row tile. A persistent
-thread block computes several work tiles. The thread that loads Q chooses the next work tile and
-writes it to shared memory, next to the slot of Q. The thread that loads K and V and the consumers
-read it there.
+A work tile is a row tile of Q. With ``kv_splits``, it is one key split of a row tile. A persistent
+thread block computes several work tiles. The thread that loads Q is called the loader of Q. It
+chooses the next work tile and writes it to shared memory, next to the slot of Q. The loader of K
+and V and the consumers read it there.
 
-In this module, ``schedule`` is the ``Schedule`` record of the block, and ``slot`` is a slot of Q
-unless a docstring says otherwise.
+Arguments that recur: ``schedule`` is the ``Schedule`` record of the block. ``slot`` is a slot of Q
+unless a docstring says otherwise. ``stage`` is the number of a slot.
 """
 
 from functools import cache
@@ -40,8 +40,8 @@ def make_schedule(spec):
     """Make ``schedule(Q, K, taken, group, options)``, which returns the block's ``Schedule``
     record.
 
-    ``taken`` is a counter in global memory of the work tiles that blocks have taken, after the
-    first of each block.
+    ``taken`` is a counter in global memory. It counts the work tiles that blocks have taken, except
+    the first work tile of each block. ``group`` is the number of query heads per K/V head.
     """
     first, words, row_tiles = spec.first_index, spec.index_words, _make_row_tiles(spec)
 
@@ -64,10 +64,10 @@ def is_valid(schedule, stage):
 @part
 def make_announce(spec):
     """Make ``announce(schedule, bars, slot, n)``, by which the loader of Q writes the number n of a
-    work tile.
+    work tile to a slot.
 
-    It waits until the slot is empty. The result says whether there is a work tile with this number.
-    If there is none, the slot is marked as full, so that its readers end.
+    The function first waits until the slot is empty. It returns whether the launch has a work tile
+    number n. If not, the function marks the slot as full, so that the readers of the slot can end.
     """
     (q, _, _, work, _), WORDS = spec.pipelines, WORK_WORDS
     acquire, commit_q, commit_work = make_acquire(q), make_commit(q), make_commit(work)
@@ -86,11 +86,11 @@ def make_announce(spec):
 
 @part
 def make_give(spec):
-    """Make ``give(schedule, bars, slot, n)``, by which the loader of Q writes work tile number n to
-    a slot.
+    """Make ``give(schedule, bars, slot, n)``, by which the loader of Q writes the position of work
+    tile number n to a slot.
 
-    The result is that of ``columns_of``: the first row, the head, the first column, and one past
-    the last column.
+    The function returns four values, as ``columns_of`` does: the first row, the ``Head``, the first
+    visited column, and one past the last column.
     """
     tile_of, row_tile, columns_of = _make_tile_of(spec), _make_row_tile(spec), make_columns_of(spec)
     write_work_tile, commit = _make_write_work_tile(spec), make_commit(spec.pipelines.work)
@@ -147,29 +147,31 @@ def make_read_work_tile(spec):
 
 @cache
 def make_has_work(spec):
-    """Make ``has_work(schedule, bars, slot)``, by which a consumer waits for the Q of a slot.
+    """Make ``has_work(schedule, bars, slot)``, by which a consumer waits until Q is in the slot.
 
-    The result says whether the slot contains a work tile.
+    The function returns whether the slot contains a work tile. If not, the block has finished its
+    work.
     """
     return _make_is_given(spec.pipelines.q)
 
 
 @cache
 def make_has_columns(spec):
-    """Make ``has_columns(schedule, bars, slot)``, by which the loader of K and V waits for a work
-    tile.
+    """Make ``has_columns(schedule, bars, slot)``, by which the loader of K and V waits until a work
+    tile has been written to the slot.
 
-    It does not wait for Q. The result says whether the slot contains a work tile.
+    The function does not wait until Q is in the slot. It returns whether the slot contains a work
+    tile. If not, the block has finished its work.
     """
     return _make_is_given(spec.pipelines.work)
 
 
 @part
 def _make_is_given(facts):
-    """Make ``is_given(schedule, bars, slot)``, which waits until the slot of the pipeline ``facts``
-    is full.
+    """Make ``is_given(schedule, bars, slot)``, which waits until a slot is full, and returns
+    whether the slot contains a work tile.
 
-    The result says whether the slot contains a work tile.
+    ``facts`` is the pipeline whose barrier the function waits at.
     """
     wait = make_wait(facts)
 
@@ -182,10 +184,10 @@ def _make_is_given(facts):
 
 @part
 def make_take_columns(spec):
-    """Make ``take_columns(schedule, bars, slot)``, by which the loader of K and V reads a work
-    tile.
+    """Make ``take_columns(schedule, bars, slot)``, by which the loader of K and V reads a work tile
+    and then releases its part of the slot.
 
-    The result is that of ``columns_of``. The loader then releases its part of the slot.
+    The function returns four values, as ``columns_of`` does.
     """
     read_work_tile, columns_of = make_read_work_tile(spec), make_columns_of(spec)
     release_alone = make_release_alone(spec.pipelines.q)
@@ -200,11 +202,11 @@ def make_take_columns(spec):
 
 @part
 def make_next_number(spec):
-    """Make ``next_number(schedule, n)``, which returns the number of this block's work tile after
-    number n.
+    """Make ``next_number(schedule, n)``, which returns the number of the work tile that this block
+    computes after work tile number n.
 
-    Normally it takes the next number from the counter in global memory. Without the measure
-    "counter" it adds the number of blocks to n.
+    Normally the number comes from the counter in global memory. If the measure "counter" is
+    switched off, it is n plus the number of blocks.
     """
     counts = spec.counts_tiles
 
@@ -219,11 +221,11 @@ def make_next_number(spec):
 
 @part
 def make_columns_of(spec):
-    """Make ``columns_of(schedule, work)``, which returns the position and the columns of a
-    ``WorkTile``.
+    """Make ``columns_of(schedule, work)``, which returns the rows and columns that a ``WorkTile``
+    visits.
 
-    The result is the first row, the ``Head``, the first visited column, and one past the last
-    column. With key splits, the columns are those of the work tile's split.
+    The result has four values: the first row, the ``Head``, the first visited column, and one past
+    the last column. With key splits, the columns are those of the work tile's split.
     """
     lengths, column_range = make_lengths(spec), make_column_range(spec)
     share_of_columns, rows = make_share_of_columns(spec), spec.head_rows
@@ -261,13 +263,12 @@ def make_take(spec):
 
 @part
 def make_begins_next(spec):
-    """Make ``begins_next(schedule, bars, slot)``, which says whether to begin the next work tile
-    early.
+    """Make ``begins_next(schedule, bars, slot)``, which says whether ``pingpong.begin_last`` may
+    begin the first S of the next work tile together with the last P V of the current work tile.
 
-    ``slot`` contains the next work tile. If the result is true, ``pingpong.begin_last`` begins the
-    next work tile's first S together with the last P V of the current one. This requires that the
-    spec allows it (``spec.begins_next``), that there is a next work tile, and that it visits a
-    column tile.
+    ``slot`` contains the next work tile. The function waits until Q is in this slot. The result is
+    true if the next work tile exists and visits a column tile. If ``spec.begins_next`` is false,
+    the result is always false, and the function does not wait.
     """
     ahead, columns_of = spec.begins_next, make_columns_of(spec)
     wait, read_work_tile = make_wait(spec.pipelines.q), make_read_work_tile(spec)
@@ -288,12 +289,12 @@ def make_begins_next(spec):
 
 @part
 def make_name_next(spec):
-    """Make ``name_next(schedule, bars, slot, j0, j_end, i0, head)``, by which the loader of K
-    leaves a word.
+    """Make ``name_next(schedule, bars, slot, j0, j_end, i0, head)``, by which the loader of K tells
+    the consumers what comes after column tile j0.
 
-    With a block mask, it waits until the slot of K is empty. It then writes to the slot's word the
-    column tile that comes after j0, and the state of the block of the tile (i0, j0). Without a
-    block mask it does nothing.
+    With a block mask, the function waits until ``slot``, a slot of K, is empty. It then writes a
+    word of ``listed.make_word`` for this slot: the next column tile, and the state of the block of
+    the tile (i0, j0). Without a block mask it does nothing.
     """
     Bc, named, first = spec.Bc, spec.slots_name_next, WORK_WORDS * spec.q_stages
     next_column, word = make_next_column(spec), make_word(spec)
@@ -312,12 +313,12 @@ def make_name_next(spec):
 
 @part
 def make_look_ahead(spec):
-    """Make ``look_ahead(rBS, schedule, stage, j0)``, by which a consumer reads the word of K's slot
-    ``stage``.
+    """Make ``look_ahead(rBS, schedule, stage, j0)``, by which a consumer reads the word that
+    ``name_next`` has written for slot number ``stage`` of K.
 
-    With a block mask, the result is the column tile that comes after j0, and ``rBS[0]`` gets the
-    state of the tile's block if a ``mask_mod`` needs it. Otherwise the result is j0. ``step``
-    computes the next column tile from the result.
+    With a block mask, the result is the column tile that comes after column tile j0. ``rBS[0]``
+    gets the state of the tile's block if a ``mask_mod`` needs it. Without a block mask, the result
+    is j0. ``step`` converts the result to the next column tile.
     """
     named, first, read = spec.slots_name_next, WORK_WORDS * spec.q_stages, make_read_word(spec)
 
@@ -331,8 +332,8 @@ def make_look_ahead(spec):
 
 @part
 def make_step(spec):
-    """Make ``step(ahead)``, which returns the next column tile, where ``ahead`` is the result of
-    ``look_ahead``.
+    """Make ``step(ahead)``, which returns the first column of the next column tile, from the result
+    of ``look_ahead``.
     """
     Bc, named = spec.Bc, spec.slots_name_next
 
@@ -346,11 +347,11 @@ def make_step(spec):
 
 @part
 def make_is_long(spec):
-    """Make ``is_long(j0, j_end, i0, head)``, which says whether it is too early to take the next
-    work tile.
+    """Make ``is_long(j0, j_end, i0, head)``, which says whether the block should not yet take the
+    next work tile.
 
-    This is so if the row tile i0 still visits a column tile that is LAST_TILES or more tiles after
-    j0. Without the measure "late" the result is false.
+    The result is true if row tile i0 still visits a column tile that is LAST_TILES or more tiles
+    after column tile j0. If the measure "late" is switched off, the result is always false.
     """
     soon = LAST_TILES * spec.Bc if spec.takes_late else 1 << 31  # beyond all columns: false
     next_column = make_next_column(spec)
@@ -363,11 +364,12 @@ def make_is_long(spec):
 
 @part
 def make_wait_late(spec):
-    """Make ``wait_late(bars, late, j0, j_end, i0, head)``, by which the loader of Q waits before
-    the next work tile.
+    """Make ``wait_late(bars, late, j0, j_end, i0, head)``, by which the loader of Q waits before it
+    takes the next work tile.
 
-    It waits in phase ``late`` until the loader of K calls ``commit_late``. If the work tile is
-    short, it does not wait. The result is the phase for the next wait.
+    It waits at a barrier until the loader of K calls ``commit_late``. ``late`` is the phase of the
+    barrier. If the work tile has few column tiles (``is_long``), there is no wait. The function
+    returns the phase for the next wait.
     """
     is_long, wait = make_is_long(spec), make_wait(spec.pipelines.late)
 
@@ -382,11 +384,12 @@ def make_wait_late(spec):
 
 @part
 def make_commit_late(spec):
-    """Make ``commit_late(bars, waits, j0, j_end, i0, head)``, by which the loader of K ends
-    ``wait_late``.
+    """Make ``commit_late(bars, waits, j0, j_end, i0, head)``, by which the loader of K ends the
+    wait of the loader of Q (``wait_late``).
 
-    ``waits`` says whether the loader of Q still waits. The wait ends once few enough column tiles
-    come after j0. The result says whether the loader of Q still waits after this call.
+    ``waits`` says whether the loader of Q still waits. The wait ends when few column tiles come
+    after column tile j0 (``is_long``). The function returns whether the loader of Q still waits
+    after this call.
     """
     is_long, commit = make_is_long(spec), make_commit(spec.pipelines.late)
 
@@ -401,10 +404,11 @@ def make_commit_late(spec):
 
 @part
 def make_commit_at_last(spec):
-    """Make ``commit_at_last(bars, waits)``, by which the loader of K ends ``wait_late`` after its
-    last column tile.
+    """Make ``commit_at_last(bars, waits)``, which the loader of K calls after its last column tile
+    to end a wait of the loader of Q (``wait_late``).
 
-    ``waits`` is the result of ``commit_late``. Only a block mask can make this call necessary.
+    ``waits`` is the result of ``commit_late``. Only with a block mask can the loader of Q still
+    wait then.
     """
     sparse, commit = spec.features.sparse, make_commit(spec.pipelines.late)
 
@@ -417,10 +421,10 @@ def make_commit_at_last(spec):
 
 @part
 def _make_row_tiles(spec):
-    """Make ``row_tiles(shape, options)``, which returns the number of work tiles for a Q of this
-    shape.
+    """Make ``row_tiles(shape, options)``, which returns the number of work tiles of a launch: the
+    row tiles of all heads, times the number of key splits.
 
-    The number is the number of row tiles, multiplied by the number of key splits.
+    ``shape`` is the shape of the array Q.
     """
     head_tiles, of_tile, splits = _make_head_tiles(spec), spec.tile_heads, spec.features.splits
 
@@ -456,10 +460,10 @@ def _make_tile_of(spec):
 def _make_head_tiles(spec):
     """Make ``head_tiles(rows, options)``, which returns the number of row tiles of a head.
 
-    For packed sequences, ``rows`` counts the rows of all sequences, and the number is an upper
-    bound: some row tiles are empty. Sequence number b begins with row tile t + b, where t is the
-    number of its first row divided by the rows of a tile. With this rule, nobody has to count the
-    tiles of earlier sequences.
+    ``rows`` is the number of rows of the array Q. For packed sequences, this is the number of rows
+    of all sequences, and the result is an upper bound: some row tiles are empty. Sequence number b
+    then begins with row tile number t + b, where t is the sequence's first row divided by the rows
+    of a tile. With this rule, no thread has to count the tiles of earlier sequences.
     """
     rows_of_tile, packed = spec.head_rows, spec.features.packed
 
@@ -474,11 +478,12 @@ def _make_head_tiles(spec):
 
 @part
 def sequence_tile_of(rows_of_tile, keys=False):
-    """Make ``sequence_tile(i, options)``, which finds row tile number i of packed sequences.
+    """Make ``sequence_tile(i, options)``, which finds the sequence that contains row tile number i
+    of packed sequences.
 
-    The result is the first row of the tile within its sequence, and the number of the sequence. A
-    tile has ``rows_of_tile`` rows. With ``keys``, the tiles are column tiles, and their rows are
-    rows of K. The numbers of tiles follow the rule of ``_make_head_tiles``.
+    The result is the first row of the tile, counted within its sequence, and the number of the
+    sequence. A tile has ``rows_of_tile`` rows. If ``keys`` is true, the tiles are column tiles of K
+    instead. ``_make_head_tiles`` explains how tiles are numbered.
     """
 
     @device_function
@@ -509,9 +514,12 @@ def _make_row_tile(spec):
 
     ``q_shape`` and ``k_shape`` are the shapes of the arrays Q and K. The result is the first row,
     the head and the batch entry. If several heads share a tile, the head is the number of their
-    group. Consecutive numbers belong to different heads: as many heads as have K and V of TOGETHER
-    bytes in all, so that L2 can hold them. Among these heads, the row tiles with the most columns
-    come first, so that the last work tiles are short.
+    group.
+
+    The numbers have this order. The heads are divided into sets. K and V of one set have at most
+    TOGETHER bytes, so that L2 can hold them, unless a single head has more. All row tiles of one
+    set come before those of the next set. In a set, consecutive numbers belong to different heads.
+    The row tiles with the most columns come first, so that the last work tiles are short.
     """
     rows_of_tile, of_tile, pair_bytes = (
         spec.head_rows,

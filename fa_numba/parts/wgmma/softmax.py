@@ -21,11 +21,12 @@ def make_online_to_p(spec):
     """Make ``online_to_p(rP, rS, scale, rm, rl, rf)``, which computes one step of FA-1's online
     softmax.
 
-    It differs from ``online`` in two results. P goes to rP in 16 bits. rf is l exp(m - m_new), by
-    which FlashAttention-1 multiplies its normalised O.
+    ``softmax.make_online`` explains the arguments. Two results differ: P goes to rP in 16 bits, and
+    rf is l exp(m - m_new), by which FlashAttention-1 multiplies its normalised O.
 
-    The maxima of all rows come first. Then P is computed for two columns of all rows at a time,
-    from the last columns to the first. In this order, ptxas finds registers for all of P.
+    The maxima of all rows are computed first. Then P is computed for two columns of all rows at a
+    time, from the last columns to the first. In this order, the compiler ptxas finds registers for
+    all of P.
     """
     TM, TN, TX, folds = spec.TM, spec.TN, spec.tx_count, spec.folds_scale
     row_maximum, round_pair = make_row_maximum(spec), make_round_pair(spec)
