@@ -296,9 +296,9 @@ def _row_tiles(p: Problem, tiles: Tiles, Nq: int, Nk: int, j: int) -> int:
 def _in_launch_order(Tc: int, shares: int, chunk: int) -> Iterator[int]:
     """Yield the number of the column tile of each thread block, in the order of launch.
 
-    There are ``Tc`` column tiles, each with ``shares`` thread blocks, in chunks of ``chunk`` tiles
-    (0: one chunk). The function ``column_tile`` in parts/wgmma/key_tiles.py computes the same
-    order.
+    There are ``Tc`` column tiles, each with ``shares`` thread blocks. ``chunk`` is the number of
+    column tiles in a chunk, or 0 if all column tiles are in one chunk. The function ``column_tile``
+    in parts/wgmma/key_tiles.py computes the same order.
     """
     for begin in range(0, Tc, chunk or Tc):
         for _ in range(shares):

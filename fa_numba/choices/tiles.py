@@ -316,7 +316,7 @@ _TIME_OF_THREE = "time of a tile of three consumers over one of two"
 def _short(request: Request, rows: int, window: int) -> Size | None:
     """Return the row of tiles.csv for a short call, or None.
 
-    A call is short if its tiles are computed before the loads of the next tiles end. ``rows`` is
+    In a short call, loads of tiles are not ready by the time at which they are needed. ``rows`` is
     the number of rows of a head, or of all heads that share a row tile. ``window`` is the number of
     columns that a row sees in a window, or 0 without a window. The result is None if the call is
     not short, or if it has options for which short calls were not measured.

@@ -106,10 +106,11 @@ def slope_of(score_mod: Mod | None, score_mod_grad: Mod | None) -> Mod | None:
 
 
 class Captured(NamedTuple):
-    """A ``Mod``, and the pairs (name, value) of everything that its function captures now.
+    """A ``Mod``, and the pairs (name, value) of the values that its function captures.
 
-    A value is a captured number, a captured array, or a number that is computed from captured
-    numbers. The name of a computed number is the text that computes the number.
+    The values are those at the time when ``captured`` was called. A value is a captured number, a
+    captured array, or a number that is computed from captured numbers. The name of a computed
+    number is the text that computes the number.
     """
 
     mod: Mod

@@ -51,8 +51,8 @@ class Gradient(NamedTuple):
     def scattered(self) -> bool:
         """Whether the function ``each`` contains atomic adds to gradients in global memory.
 
-        If not, ``each`` adds only to sums in registers. This is so if the function reads elements
-        whose positions do not depend on the row or column of the score.
+        If not, ``each`` adds only to sums in registers. This is so if the function reads only
+        elements whose positions do not depend on the row or column of the score.
         """
         return "add_global" in self.each
 

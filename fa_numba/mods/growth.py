@@ -55,9 +55,9 @@ class Growing(Chained):
         return Growth(scale, slope, log)
 
     def relative(self, term: Term) -> str | None:
-        """Write the quotient b' / b of the derivative of a value b and b. Return its name.
+        """Write b' / b, where b is a value that grows and b' is its derivative.
 
-        ``term`` is the value b, which grows. The result None stands for 0.
+        ``term`` is the value b. Return the name of the quotient, or None for 0.
         """
         assert term.growth is not None
         scale, slope, _ = term.growth

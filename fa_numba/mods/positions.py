@@ -9,7 +9,10 @@ from .sharing import Statements
 
 
 class Position(NamedTuple):
-    """The position of an element in the gradient of its array. Texts are Python expressions."""
+    """The position of an element in the gradient of a captured array.
+
+    The fields of type str are Python expressions.
+    """
 
     matrix: str  # the gradient, indexed by all axes but the last two
     row: str  # the index of the last axis but one; the text for 0 if there is only one axis
@@ -73,9 +76,9 @@ def position_of(
 ) -> Position:
     """Return the position of an element, and write statements that assign its indices to names.
 
-    ``array`` is the text of the captured array, such as ``options.score_mod_0``. ``indices`` has
-    one text for each axis. ``near`` says that no index depends on i or j. ``apart`` is the field of
-    ``Position``.
+    ``array`` is the text of the captured array, such as ``options.score_mod_0``. ``indices``
+    contains the text of one index for each axis. ``near`` says whether all indices are independent
+    of i and j. ``apart`` says whether neighbouring scores have different positions.
     """
     names = []
     for text in indices:

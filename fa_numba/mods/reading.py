@@ -60,8 +60,12 @@ class Reader(Slopes):
     def result(self, by: str | int) -> Term:
         """Write the function and return its result.
 
-        The result's slope is the derivative with respect to ``by`` (see ``__init__``): "score", the
-        number of an element, or "" for no slope.
+        ``by`` says with respect to what the slope of the result is the derivative:
+
+        by           the slope is the derivative with respect to
+        "score"      the score
+        an integer   the element of a float32 array that the function reads as number ``by``
+        ""           nothing: no slope is written
         """
         self.by, self.reads, self.position = by, 0, None
         for theirs, ours in zip(self.source.parameters, PARAMETERS[self.option], strict=True):

@@ -159,7 +159,7 @@ class MmaSpec(Spec):
     def exchange_floats(self) -> int:
         """Number of floats of sO, which is needed only if the warps divide the keys.
 
-        The warps leave their parts of O, l and m in sO for the warp that owns the row.
+        The warps store their parts of O, l and m in sO. The warp that owns a row then reads them.
         """
         return (self.warps - 1) * self.Br * (self.columns + 2) if self.splits_keys else 0
 
@@ -216,7 +216,7 @@ class MmaSpec(Spec):
     def fits_registers(self) -> bool:
         """Whether O and S take at most 192 of a thread's 255 registers.
 
-        The others are for operands, addresses and values of rows.
+        The other registers are for operands, addresses, and numbers of each row such as l and m.
         """
         return self.accumulators <= 192
 
@@ -295,8 +295,8 @@ class StandardSpec(MmaSpec):
     def min_blocks_of_scores(self) -> int:
         """``min_blocks`` of the kernel for S = Q KT.
 
-        There are 12 warps per multiprocessor if S and Q take at most 96 registers, otherwise one
-        block.
+        If S and Q take at most 96 registers of a thread, a multiprocessor must have registers for
+        12 warps. Otherwise it must have registers for one thread block.
         """
         kept = self.q_registers if self.keeps_q else 0
         return max(1, 12 // self.warps) if self.TM * self.TN + kept <= 96 else 1
@@ -305,7 +305,8 @@ class StandardSpec(MmaSpec):
     def min_blocks_of_output(self) -> int:
         """``min_blocks`` of the kernel for O = P V.
 
-        There are 16 warps per multiprocessor if O takes at most 64 registers, otherwise one block.
+        If O takes at most 64 registers of a thread, a multiprocessor must have registers for 16
+        warps. Otherwise it must have registers for one thread block.
         """
         return max(1, 16 // self.warps) if self.TM * 4 * self.DN <= 64 else 1
 

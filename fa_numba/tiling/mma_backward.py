@@ -183,7 +183,11 @@ class MmaBackwardSpec(GradientSpec, MmaSpec):
 
     @property
     def rows_ds(self) -> TileRows:
-        """Layout of the rows of dST in shared memory: padded, because no copy fills it."""
+        """Layout of the rows of dST in shared memory.
+
+        The rows are padded and not swizzled. Padding would slow down copies from global memory, but
+        dST is written by threads.
+        """
         return TileRows(self.Br, swizzled=False, padded=True)
 
     @property

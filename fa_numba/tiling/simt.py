@@ -95,11 +95,12 @@ class SimtSpec(Spec):
 
     @property
     def whole_columns(self) -> int:
-        """Number of floats of a row in shared memory that is padded with zeros to ``columns``.
+        """Number of floats of a row in shared memory, with zeros up to ``columns`` floats.
 
-        Four floats are added if V's head dimension, rounded up to a multiple of 4, is not a
-        multiple of 8. Rows in global memory then end in the middle of a 32-byte sector, and rows in
-        shared memory do too.
+        The number is ``columns``, with one exception. Four floats are added if V's head dimension,
+        rounded up to a multiple of 4, is not a multiple of 8. Rows in global memory then end in the
+        middle of a 32-byte sector. With the four floats, rows in shared memory also end in the
+        middle of 32 bytes.
         """
         return self.columns + round_up(self.d_v, 4) % 8
 

@@ -111,8 +111,9 @@ class WgmmaSpec(Spec):
     """A forward kernel on Hopper's tensor cores.
 
     A thread block has one producer warpgroup, and ``consumers`` consumer warpgroups. A consumer has
-    64 rows of S and all columns. Thread (ty, tx) of a consumer
-    has position tx of 4 in row ty of 64 (intrinsics/warpgroup.py).
+    64 rows of S and all columns. Four threads share two rows. Thread (ty, tx) of a consumer, with
+    tx from 0 to 3, has elements of the consumer's rows ty and ty + 8: the columns 2 tx and 2 tx + 1
+    of each 8 columns.
 
     field      meaning
     dtype      dtype of the 16-bit matrices

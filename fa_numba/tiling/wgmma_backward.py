@@ -87,8 +87,9 @@ class WgmmaBackwardSpec(GradientSpec):
     """A backward kernel on Hopper's tensor cores: a producer warpgroup, and two consumers.
 
     A consumer is a warpgroup that computes 64 columns of S, and all rows of the tile. Registers
-    contain S and dP transposed. Four threads share a column. Thread (ty, tx) of a consumer, with ty
-    from 0 to 3, has elements of column tx: the rows 2 ty and 2 ty + 1 of each 8 rows.
+    contain S and dP transposed. Four threads share two columns. Thread (ty, tx) of a consumer, with
+    ty from 0 to 3, has elements of the consumer's columns tx and tx + 8: the rows 2 ty and 2 ty + 1
+    of each 8 rows.
 
     dQ needs all columns of dS. Therefore dST is in shared memory, and each consumer computes 64
     rows and ``query_columns`` columns of dQ. If a second kernel computes dQ, this kernel computes

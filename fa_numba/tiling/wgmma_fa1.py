@@ -44,9 +44,10 @@ class Fa1Pipelines(NamedTuple):
 class WgmmaFa1Spec(WgmmaSpec):
     """FlashAttention-1's forward kernel on Hopper's tensor cores.
 
-    There are one producer warpgroup, and ``consumers`` that have 64 rows of each row tile.
-    ``stages`` is the number of slots for K, and for V. ``q_stages`` is the number of slots for Q,
-    and for O in float32. Every consumer has barriers of its own for its rows of Q and O.
+    A thread block has one producer warpgroup, and ``consumers`` consumer warpgroups. Each consumer
+    has 64 rows of each row tile, and barriers of its own for its rows of Q and O. ``stages`` is the
+    number of slots for K, and also for V. ``q_stages`` is the number of slots for Q, and also for O
+    in float32.
     """
 
     @property
