@@ -52,7 +52,7 @@ def _unlink(tile, before, after, box):
     """Remove a tile from the doubly linked list of the tiles in the cache.
 
     The tiles in the list are in the order of their last use. `before[tile]` and `after[tile]` are
-    the neighbours of a tile, or NONE. `box` contains the newest and the oldest tile.
+    the neighbours of a tile, or NONE. `box[NEWEST]` and `box[OLDEST]` are the ends of the list.
     """
     if before[tile] == NONE:
         box[NEWEST] = after[tile]

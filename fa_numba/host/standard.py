@@ -130,9 +130,10 @@ def _matrix(name: str, request: Request) -> Buffer:
 def row_elements(Nk: int, limit: int, dtype: DType, max_warps: int, rows: int = 1) -> int:
     """Return the number of elements of shared memory that a kernel reserves for a row of S.
 
-    ``Nk`` is the length of a row, ``rows`` the number of rows of a thread block, and ``limit`` the
-    shared memory in bytes. The result is a power of two if it fits, so that few different kernels
-    are compiled. The result is 0 if the rows and two float32 numbers per warp do not fit.
+    ``Nk`` is the length of a row. ``rows`` is the number of rows that a thread block keeps in
+    shared memory, and ``limit`` is the size of the shared memory in bytes. The result is a power of
+    two if it fits, so that few different kernels are compiled. The result is 0 if the rows and two
+    float32 numbers for each of ``max_warps`` warps do not fit.
     """
     most = (limit - 8 * max_warps) // (16 * rows) * dtype.chunk  # a multiple of 16 bytes
     if most < Nk:

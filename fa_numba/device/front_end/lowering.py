@@ -54,8 +54,8 @@ def values_where_assigned_once(_: Callable) -> Callable:
 def refreshed_after_changes(refresh: Callable) -> Callable:
     """Return a function that reads Numba's registries again only if they have grown.
 
-    Numba's function reads all registries whenever it compiles a function. This happens a few
-    hundred times per kernel.
+    Numba's function reads all registries each time Numba finds no code for a function yet. This
+    happens a few hundred times per kernel.
     """
     known: dict[int, tuple[list[list], int]] = {}
 
