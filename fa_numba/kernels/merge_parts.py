@@ -156,7 +156,9 @@ def make_merge_backward(head_dim, dtype, dlse, aligned):
 
 
 def row_threads(head_dim, aligned):
-    """Return the number of threads that share a row in ``make_merge_backward``, a power of two."""
+    """Return the number of threads that share a row in the kernel of ``make_merge_backward``. It is
+    a power of two.
+    """
     pieces = ceil_div(head_dim, width_of(head_dim, aligned))
     return min(32, 1 << (pieces - 1).bit_length())
 
@@ -266,7 +268,7 @@ def _weight_gradient(dtype, width):
 
 @cache
 def _read_one(dtype):
-    """Make a device function that reads one element of a row as float32."""
+    """Make ``read(X, row, col)``, which reads one element of a row as float32."""
     if not DTYPES[dtype].matrix:
 
         @device_function
@@ -285,7 +287,7 @@ def _read_one(dtype):
 
 @cache
 def _write_one(dtype):
-    """Make a device function that rounds one float32 element and writes it to a row."""
+    """Make ``write(X, row, col, x)``, which rounds one float32 number and stores it in X."""
     if not DTYPES[dtype].matrix:
 
         @device_function
@@ -304,7 +306,7 @@ def _write_one(dtype):
 
 @cache
 def _read_wide(dtype):
-    """Make a device function that reads eight neighbouring elements of a row as float32."""
+    """Make ``read(X, row, col)``, which reads eight neighbouring elements of a row as float32."""
     if not DTYPES[dtype].matrix:
 
         @device_function
@@ -326,7 +328,7 @@ def _read_wide(dtype):
 
 @cache
 def _write_wide(dtype):
-    """Make a device function that rounds eight float32 elements and writes them to a row."""
+    """Make ``write(X, row, col, x)``, which rounds eight float32 numbers and stores them in X."""
     if not DTYPES[dtype].matrix:
 
         @device_function

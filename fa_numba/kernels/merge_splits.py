@@ -42,7 +42,11 @@ FEW_SPLITS = 8
 
 
 class MergeFacts(NamedTuple):
-    """What the kernel is compiled for. ``row_warps`` of a block's eight warps share a row."""
+    """The facts for which the kernel is compiled.
+
+    A thread block has eight warps, and ``row_warps`` of them share a row. ``head_dim`` is the
+    number of columns of O. ``tile_heads`` is the number of query heads that share a tile.
+    """
 
     features: Features
     head_dim: int
@@ -53,7 +57,7 @@ class MergeFacts(NamedTuple):
 
     @property
     def d_v(self) -> int:
-        """Number of columns of O. A ``Spec`` has this name for it too."""
+        """Number of columns of O. The parts need it under the name that a ``Spec`` has for it."""
         return self.head_dim
 
 

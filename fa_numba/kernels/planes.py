@@ -38,7 +38,7 @@ WARPS_OF_HEAD = 128
 
 
 class PlaneFacts(NamedTuple):
-    """What the kernels are compiled for.
+    """The facts for which the kernels of this module are compiled.
 
     ``features`` contain the lengths of the rows. ``keys`` says whether the array is K or V. Each
     plane has ``columns`` columns.
@@ -54,8 +54,8 @@ class PlaneFacts(NamedTuple):
 
 @part
 def _make_rows_end(facts):
-    """Make ``rows_end(head)``, which returns the number of valid rows: Nk for K and V, otherwise
-    Nq.
+    """Make ``rows_end(head)``, which returns the number of valid rows of a head: Nk for the arrays
+    K and V, otherwise Nq.
     """
     keys = facts.keys
 
@@ -67,11 +67,11 @@ def _make_rows_end(facts):
 
 @part
 def _make_read_rows(facts):
-    """Make ``read_rows(rX, X, row0, rows_end)``, which reads a lane's pairs of elements of ROWS
-    rows.
+    """Make ``read_rows(rX, X, row0, rows_end)``, which reads a lane's elements of ROWS rows of X,
+    from row ``row0`` on.
 
-    ``rX: (ROWS, ceil(d / 64), 2)`` are registers. They get the columns 2 l + 64 c and 2 l + 64 c +
-    1 for lane l and pair c. The rows begin at ``row0``. Rows at or past ``rows_end`` become 0.
+    ``rX: (ROWS, ceil(d / 64), 2)`` are registers. Lane l gets pairs of neighbouring elements: pair
+    c consists of the columns 2 l + 64 c and 2 l + 64 c + 1. Rows at or past ``rows_end`` become 0.
     """
     d, PAIRS, aligned = facts.head_dim, ceil_div(facts.head_dim, 64), facts.aligned
     read_floats = make_read_floats(facts)
@@ -98,7 +98,8 @@ def _make_read_rows(facts):
 
 @cache
 def make_largest(facts):
-    """Return the kernel that computes M, the largest |x| that each warp finds in a head.
+    """Return the kernel that computes M: for each head, the largest finite |x| that each of
+    WARPS_OF_HEAD warps finds.
 
     The grid is (WARPS_OF_HEAD / WARPS, H, B).
     """
@@ -176,11 +177,12 @@ def make_split_rows(facts):
 
 @cache
 def make_row_sums(facts, d_v):
-    """Return the kernel that computes D = rowsum(X o O) - dL and A = 0. The grid is (N / 4, H, B).
+    """Return the kernel that computes D = rowsum(X o O) - dL and sets A = 0. The grid is (N / 4, H,
+    B).
 
-    X is dO in float32. These are lines 3 and 4 of FlashAttention-2's Algorithm 2. D is without dL
-    if the loss has no gradient of L. A warp computes one row. The argument has the name X because
-    ``dO`` is the name of dO's planes.
+    X is dO in float32. The argument is not called ``dO``, because that is the name of the planes of
+    dO. These are lines 3 and 4 of FlashAttention-2's Algorithm 2. If the loss has no gradient of L,
+    dL is 0. A warp computes one row.
     """
     grid, gradients = bind(facts, grid_parts, gradient_parts)
     d, most = facts.head_dim, max(facts.head_dim, d_v)

@@ -1,8 +1,8 @@
 """The kernel that computes the gradient of the sinks.
 
-A sink is a logit s per head that is included in the softmax sum of each row, and has no value. The
-share of s in a row's sum is e^(s - L). Since s has no value, its dP is 0. From dS = P o (dP - D)
-follows the gradient of s:
+A sink is a logit s per head. The softmax sum of each row includes e^s, but no row of V belongs to
+it. The share of s in a row's sum is e^(s - L). Its dP is 0. From dS = P o (dP - D) follows the
+gradient of s:
 
     ds = - sum e^(s - L) D
 

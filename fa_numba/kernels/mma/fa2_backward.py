@@ -1,8 +1,8 @@
 """FlashAttention-2, backward: K/V grid, Q inner (arXiv 2307.08691, Algorithm 2), on tensor cores.
 
 One thread block computes one column tile: the outer loop (line 5) becomes the grid. dK and dV stay
-in registers. P is computed again from L. Blocks add dQ in float32 (``A``) atomically, in no fixed
-order, and it is rounded later; or a second kernel computes dQ. Details: at the end.
+in registers. P is computed again from L. Blocks add dQ to a float32 sum ``A`` atomically, in no
+fixed order. A later kernel rounds A. Or a second kernel computes dQ. Details: at the end.
 """
 
 from functools import cache
@@ -16,7 +16,7 @@ from fa_numba.parts.records import Tile
 
 @cache
 def make_backward(spec, atomic=True):
-    """Return the kernel. The grid is (Tc, Hk, B). ``atomic`` says whether the kernel adds dQ."""
+    """Return the kernel. The grid is (Tc, Hk, B). ``atomic`` says whether it adds dQ to A."""
     grid, visits, load = bind(spec, mma.grid, mma.visits, mma.load)
     row_tiles, products, scores = bind(spec, mma.row_tiles, mma.products, mma.scores)
     softmax, gradients = bind(spec, mma.softmax, mma.gradients)
@@ -125,8 +125,8 @@ def make_query_gradients(spec):
     entries).
 
     Q is the outer loop. The kernel computes S, P, dP and dS once more. It adds up each row tile of
-    dQ in one order and writes it once. ``spec`` is that of a forward kernel: a warp computes rows
-    of S, and dS in registers is the left operand of dS K.
+    dQ in one order, and writes the tile once. ``spec`` is the spec of a forward kernel: each warp
+    computes rows of S, and dS in registers is the left operand of dS K.
     """
     grid, visits, load = bind(spec, mma.grid, mma.visits, mma.load)
     products, scores, softmax = bind(spec, mma.products, mma.scores, mma.softmax)

@@ -18,8 +18,8 @@ from fa_numba.parts.records import Tile
 
 @cache
 def make_forward(spec):
-    """Return the kernel for ``spec``. The grid is (Tr, query heads, batch entries); with S key
-    splits the first number is Tr S. If heads share a tile, the second counts groups of heads.
+    """Return the kernel for ``spec``. The grid is (Tr, query heads, batch entries). S key splits
+    make the first number Tr S. If heads share a tile, the second number counts groups of heads.
     """
     grid, visits, load = bind(spec, mma.grid, mma.visits, mma.load)
     products, scores, softmax = bind(spec, mma.products, mma.scores, mma.softmax)

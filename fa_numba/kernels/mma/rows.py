@@ -1,9 +1,9 @@
 """Kernels for rows of 16-bit arrays: D = rowsum(dO o O), and the rounding of float32 sums.
 
-A sum of dQ can be stored in fragments, in the order of the accumulators of ``wgmma``. A fragment
-has 16 rows and 8 columns, which are 512 contiguous bytes. Lane l has four of its elements: two
-columns of row g = l // 4, and the same columns of row g + 8. The sum A has the shape (batch, heads,
-groups of 16 rows, 16 d).
+The float32 sum A of dQ can be stored in fragments, in the order in which the registers of ``wgmma``
+hold a result. A fragment has 16 rows and 8 columns, which are 512 contiguous bytes. Lane l holds
+four elements of a fragment: two columns of row g = l // 4, and the same columns of row g + 8. The
+array A then has the shape (batch, heads, groups of 16 rows, 16 d).
 """
 
 from dataclasses import replace
@@ -37,7 +37,7 @@ def make_row_sums(head_dim, d_v, dtype, aligned, clear, features):
     """Return the kernel that computes D = rowsum(dO o O) - dL. The grid is (Nq / 4, query heads,
     B).
 
-    This is line 4 of Algorithm 2. D is without dL if the loss has no gradient of L. With ``clear``
+    This is line 4 of Algorithm 2. If the loss has no gradient of L, dL is 0. If ``clear`` is true,
     the kernel also sets A = 0 (line 3). A warp computes one row.
     """
     facts = RowFacts(features, d_v, dtype, aligned)
@@ -77,9 +77,10 @@ def make_row_sums(head_dim, d_v, dtype, aligned, clear, features):
 def make_round_rows(head_dim, dtype, aligned, splits=1, precision=""):
     """Return the kernel that rounds a float32 sum: dQ = scale A. The grid is (N / 4, H, B).
 
-    The result can also be dK or dV. It is in 16 bits, or in float32 with a ``precision``. A warp
-    rounds one row. The sum can consist of ``splits`` parts, which are neighbours along the axis of
-    heads of A. The parts are added in the order of their numbers.
+    The result can also be dK or dV. It is in 16 bits. With a ``precision``, it is in float32. A
+    warp computes one row. If ``splits`` is above 1, the sum consists of ``splits`` parts, which are
+    neighbours along the axis of heads of A. The kernel first adds the parts, in the order of their
+    numbers.
     """
     facts = RowFacts(replace(PLAIN, precision=precision), head_dim, dtype, aligned)
     (pairs,) = bind(facts, mma.pairs)
@@ -111,11 +112,11 @@ def make_round_rows(head_dim, dtype, aligned, splits=1, precision=""):
 
 
 def rows_of_sums(head_dim):
-    """Return two numbers for ``make_group_row_sums``: the lanes that share a row, and the rows of a
-    block.
+    """Return two numbers for the kernel of ``make_group_row_sums``: how many lanes share a row, and
+    how many rows a block has.
 
-    A lane reads 8 elements of O and of dO. The rows are a multiple of 16, the rows of a group of
-    fragments.
+    A lane reads 8 elements of a row of O and of dO. The number of rows is a multiple of 16, the
+    rows of a fragment.
     """
     lanes = 1
     while 8 * lanes < head_dim:
@@ -125,11 +126,12 @@ def rows_of_sums(head_dim):
 
 @cache
 def make_group_row_sums(head_dim, dtype, features):
-    """Return the kernel that computes D = rowsum(dO o O) - dL and A = 0, for an A in fragments.
+    """Return the kernel that computes D = rowsum(dO o O) - dL and sets A = 0, for an A in
+    fragments.
 
-    These are lines 3 and 4 of Algorithm 2. The grid is (Nq / rows, query heads, B), with the rows
-    of ``rows_of_sums``. D is without dL if the loss has no gradient of L. Each thread reads O and
-    dO, and writes A, in pieces of 16 bytes.
+    These are lines 3 and 4 of Algorithm 2. The grid is (Nq / rows, query heads, B), where
+    ``rows_of_sums`` returns rows. If the loss has no gradient of L, dL is 0. Each thread reads O
+    and dO, and writes A, in pieces of 16 bytes.
     """
     (grid, gradients) = bind(RowFacts(features, head_dim, dtype, True), mma.grid, mma.gradients)
     _, unpack = conversions(dtype)
@@ -184,16 +186,17 @@ def make_group_row_sums(head_dim, dtype, features):
 
 
 def groups_of_rounding(head_dim):
-    """Return how many groups of 16 rows a block of ``make_round_fragments`` rounds."""
+    """Return the number of groups of 16 rows that a block of ``make_round_fragments`` rounds."""
     return max(1, THREADS // head_dim)
 
 
 @cache
 def make_round_fragments(head_dim, dtype):
-    """Return the kernel that rounds an A in fragments: dQ = scale A in 16 bits.
+    """Return the kernel that rounds a float32 sum in fragments to 16 bits: dQ = scale A.
 
-    The grid is (groups of 16 rows / ``groups_of_rounding``, H, B). A thread rounds 8 columns of a
-    row, and of the row 8 below: 64 neighbouring bytes of A. It writes 16 bytes at a time.
+    The grid is (groups of 16 rows / ``groups_of_rounding``, H, B). A thread rounds 8 columns of two
+    rows, which are 8 rows apart. In A, these elements are 64 neighbouring bytes. The thread writes
+    16 bytes at a time.
     """
     pack, _ = conversions(dtype)
     arrays = array_type(4), result_type(1, 4)

@@ -33,8 +33,8 @@ from fa_numba.parts.namespace import RowFacts
 def make_standard_transposed_output(spec):
     """Return the kernel that computes dV = PT dO, or dK = dST Q. The grid is (Tc, K/V heads, B).
 
-    It adds up the query heads of a group. ``spec`` is that of the transposed tile: its rows are the
-    columns of P.
+    The kernel adds up the products of all query heads that share a K/V head. ``spec`` describes the
+    transposed tile: a row of the spec is a column of P.
     """
     grid, load, products = bind(spec, mma.grid, mma.load, mma.products)
     (epilogue,) = bind(spec, mma.epilogue)
@@ -95,12 +95,11 @@ def make_standard_transposed_output(spec):
 
 @cache
 def make_standard_score_gradients(row_halves, warps, features, dtype):
-    """Return the kernel that computes dS = scale P o (dP - rowsum(P o dP) + dL), in the place of
-    dP.
+    """Return the kernel that replaces dP by dS = scale P o (dP - rowsum(P o dP) + dL).
 
-    The grid is (Nq, query heads, batch entries). dS / scale is also added to ``dbias`` if the call
-    wants it. With dropout, the dropped elements of P become 0 and the kept ones are multiplied by 1
-    / (1 - dropout_p), for dV.
+    The grid is (Nq, query heads, batch entries). If the call wants ``dbias``, dS / scale is also
+    added to it. With dropout, the kernel also prepares P for the computation of dV: dropped
+    elements become 0, and kept elements are multiplied by 1 / (1 - dropout_p).
 
     A block has ``warps`` warps. The kernel keeps a row of P and a row of dP of up to ``row_halves``
     elements in shared memory. If ``row_halves`` is 0, it reads the rows from global memory twice.

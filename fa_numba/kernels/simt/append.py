@@ -24,11 +24,12 @@ THREADS = 128
 
 @cache
 def make_append(head_dim, d_v, dtype, page_size, aligned, ragged):
-    """Return the kernel that appends keys and values. The grid is (``blocks``, K/V heads, batch
-    entries).
+    """Return the kernel that appends new keys and values to the pages of a cache. The grid is
+    (``blocks``, K/V heads, batch entries).
 
-    ``blocks`` is computed for the larger one of the head dimensions of K and V. With ``ragged``,
-    sequence b has ``new_lens[b]`` new rows. Otherwise every row of the new arrays is appended.
+    ``blocks`` is computed for the larger one of the head dimensions of K and V. If ``ragged`` is
+    true, sequence b has ``new_lens[b]`` new rows. Otherwise every row of the new arrays is
+    appended.
     """
     width, most = DTYPES[dtype].chunk if aligned else 1, max(head_dim, d_v)
     pieces, copy, matrix = most // width, _copy(dtype, aligned), _matrix(dtype)
@@ -59,11 +60,11 @@ def make_append(head_dim, d_v, dtype, page_size, aligned, ragged):
 
 @cache
 def make_gather(head_dim, dtype, aligned, features=PLAIN):
-    """Return the kernel that copies the rows of all batch entries to one sequence, one entry after
-    the other.
+    """Return the kernel that copies the rows of all batch entries into one sequence. The rows of
+    one entry come after the rows of the entry before.
 
-    The copy is from X: (B, H, N, d) to ``rows``: (1, H, B N, d). The grid is (``blocks``, H, B).
-    With ``q_lens`` among the ``features``, rows past the valid length of an entry are not copied.
+    The copy is from X: (B, H, N, d) to ``rows``: (1, H, B N, d). The grid is (``blocks``, H, B). If
+    ``features`` include ``q_lens``, rows past the valid length of an entry are not copied.
 
     Accesses, elements per head:  N d loads and N d stores of valid rows.
     """
@@ -94,10 +95,11 @@ def _matrix(dtype):
 
 @cache
 def _copy(dtype, aligned):
-    """Make ``copy(to, row, source, i, col)``, which copies 16 bytes, or one element if not
-    ``aligned``.
+    """Make ``copy(to, row, source, i, col)``, which copies 16 bytes of row i of ``source`` to row
+    ``row`` of ``to``.
 
-    They go from row i of ``source`` to row ``row`` of ``to``, at column ``col``.
+    The bytes begin at column ``col`` in both rows. If ``aligned`` is false, the function copies
+    only one element.
     """
     halves = DTYPES[dtype].bytes == 2
 
@@ -116,6 +118,6 @@ def _copy(dtype, aligned):
 
 
 def blocks(rows, head_dim, dtype, aligned):
-    """Return the number of thread blocks for ``rows`` rows of a head."""
+    """Return the number of thread blocks that copy ``rows`` rows of a head."""
     width = DTYPES[dtype].chunk if aligned else 1
     return -(-rows * (head_dim // width) // THREADS)

@@ -1,9 +1,9 @@
 """Kernels that find which blocks of S a ``mask_mod`` leaves empty, full or mixed, and list the
 visited blocks.
 
-In the first kernel, a thread block evaluates one block of S: each thread evaluates every 256th
-element, and the block adds up how many elements are visible. In the second kernel, thread n lists
-the visited blocks of row n of blocks, and of column n of blocks.
+In the first kernel, a thread block evaluates one block of S. Each thread evaluates every 256th
+element, and the thread block counts how many elements are visible. In the second kernel, thread n
+makes two lists: the visited blocks among those in row n of S's blocks, and among those in column n.
 """
 
 from functools import cache
@@ -22,8 +22,10 @@ LISTING = 32  # threads of a block in the second kernel
 
 @cache
 def make_blocks(features, Br, Bc):
-    """Return the kernel that finds the states of blocks of Br x Bc elements. The grid is (Tr Tc, H,
-    B).
+    """Return the kernel that finds the state (empty, full or mixed) of each block of Br x Bc
+    elements of S.
+
+    The grid is (Tr Tc, H, B).
     """
     mask_mod = called(features.mask_mod.value)
     elements = Br * Bc

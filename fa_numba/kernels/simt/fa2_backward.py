@@ -19,7 +19,7 @@ from fa_numba.parts.records import Tile
 def make_backward(spec, atomic=True):
     """Return the kernel for ``spec``. The grid is (Tc, K/V heads, batch entries).
 
-    Without ``atomic``, ``make_query_gradients`` computes dQ.
+    If ``atomic`` is false, the kernel of ``make_query_gradients`` computes dQ.
     """
     grid, visits, load = bind(spec, simt.grid, simt.visits, simt.load)
     products, scores, softmax = bind(spec, simt.products, simt.scores, simt.softmax)
@@ -119,7 +119,7 @@ def make_query_gradients(spec):
     entries).
 
     Q is the outer loop. The kernel computes S, P, dP and dS once more. It adds up each row tile of
-    dQ in one order and writes it once.
+    dQ in one order, and writes the tile once.
     """
     grid, visits, load = bind(spec, simt.grid, simt.visits, simt.load)
     products, scores, softmax = bind(spec, simt.products, simt.scores, simt.softmax)

@@ -17,8 +17,8 @@ from fa_numba.parts.records import Tile
 
 @cache
 def make_forward(spec):
-    """Return the kernel for ``spec``. The grid is (Tr, query heads, batch entries); with S key
-    splits the first number is Tr S.
+    """Return the kernel for ``spec``. The grid is (Tr, query heads, batch entries). S key splits
+    make the first number Tr S.
     """
     grid, visits, load = bind(spec, simt.grid, simt.visits, simt.load)
     products, scores, softmax = bind(spec, simt.products, simt.scores, simt.softmax)

@@ -16,7 +16,7 @@ def make_row_sums(head_dim, d_v, clear, features):
     """Return the kernel that computes D = rowsum(dO o O) - dL. The grid is (Nq / 4, query heads,
     B).
 
-    This is line 4 of Algorithm 2. D is without dL if the loss has no gradient of L. With ``clear``
+    This is line 4 of Algorithm 2. If the loss has no gradient of L, dL is 0. If ``clear`` is true,
     the kernel also sets dQ = 0 (line 3). A warp computes one row.
     """
     grid, gradients = bind(RowFacts(features), simt.grid, simt.gradients)

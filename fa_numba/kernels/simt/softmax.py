@@ -43,9 +43,10 @@ def exp(x):
 
 @device_function
 def load(rx, x, j, V):
-    """Load the elements j, j + 256, ... of x into the EACH registers rx.
+    """Load the elements j, j + 256, j + 512, ... of x into the registers rx.
 
-    V is the number of elements of x. Past the end, -inf is loaded.
+    There are EACH registers, and V is the number of elements of x. Past the end of x, -inf is
+    loaded.
     """
     for e in range(EACH):
         at = uint32(j + e * THREADS)
@@ -56,8 +57,9 @@ def load(rx, x, j, V):
 
 @device_function
 def max_of_block(m, s, thread):
-    """Return the largest m of all threads to each thread. ``s`` is shared memory, one float per
-    warp.
+    """Return the largest m of all threads of the block. Every thread gets the result.
+
+    ``s`` is shared memory with one float per warp. The function contains a ``syncthreads``.
     """
     m = max_of_lanes(m, 32, 1)
     if thread % uint32(32) == uint32(0):
@@ -70,8 +72,9 @@ def max_of_block(m, s, thread):
 
 @device_function
 def sum_of_block(d, s, thread):
-    """Return the sum of d over all threads to each thread. ``s`` is shared memory, one float per
-    warp.
+    """Return the sum of d over all threads of the block. Every thread gets the result.
+
+    ``s`` is shared memory with one float per warp. The function contains a ``syncthreads``.
     """
     d = sum_of_lanes(d, 32, 1)
     if thread % uint32(32) == uint32(0):
@@ -201,8 +204,8 @@ def write(y, x, m, d, thread, V, rx):
 
 
 def _kernel(function, shared_floats):
-    """Return the ``Kernel`` of a function of X and Y, with ``shared_floats`` floats of shared
-    memory.
+    """Return the ``Kernel`` whose Python function is ``function``, with the arguments X and Y, and
+    with ``shared_floats`` floats of shared memory.
     """
     arguments = (array_type(2), array_type(2))
     return Kernel(function, arguments, THREADS, 4 * shared_floats, min_blocks=8)

@@ -34,8 +34,9 @@ def make_standard_scores(spec, slopes=False):
     """Return the kernel that computes S = scale Q KT, masked (line 1). The grid is (Tr, query
     heads, B).
 
-    With ``slopes``, the kernel multiplies the array S by the derivatives of the scores instead.
-    These are the derivatives of a cap and of ``score_mod``.
+    If ``slopes`` is true, the kernel does something else: it multiplies the array S, which then
+    contains dS, by the derivatives of the scores. These are the derivatives of a cap and of
+    ``score_mod``.
     """
     grid, load, products = bind(spec, simt.grid, simt.load, simt.products)
     (scores,) = bind(spec, simt.scores)
@@ -98,10 +99,10 @@ def make_standard_softmax(row_floats, warps, return_lse, features):
     """Return the kernel that computes P = softmax(S) by rows (line 2). The grid is (Nq, query
     heads, B).
 
-    The kernel also drops elements of P if the call has dropout. It keeps a row of up to
+    If the call has dropout, the kernel also drops elements of P. It keeps a row of up to
     ``row_floats`` elements in shared memory. If ``row_floats`` is 0, it reads the row from global
-    memory twice. A block has ``warps`` warps. Each thread computes an online softmax over its own
-    columns. The (m, l) of all threads are then merged.
+    memory twice. A block has ``warps`` warps. Each thread computes m and l of an online softmax
+    over its own columns. The m and l of all threads are then merged.
     """
     resident = row_floats > 0
     NR = max(row_floats, 4)

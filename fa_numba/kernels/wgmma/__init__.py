@@ -1,10 +1,11 @@
 """FlashAttention on Hopper's tensor cores (``wgmma``) with bulk copies (TMA), in 16 bits or in
 planes.
 
-One warpgroup (four warps) of a block produces: a few of its threads let the copy engine load tiles
-into slots of shared memory. The other warpgroups consume: each multiplies 64 rows of S, or for dK
-and dV 64 columns of S. Both wait at barriers in shared memory. Each slot of a tile has two
-barriers, one for "full" and one for "empty".
+A thread block has two kinds of warpgroups. One warpgroup (four warps) is the producer: a few of its
+threads let the copy engine load tiles into slots of shared memory. The other warpgroups are
+consumers. Each consumer multiplies 64 rows of S, or for dK and dV 64 columns of S. Producers and
+consumers wait for each other at barriers in shared memory. Each slot has two barriers: one says
+that the slot is full, and the other that it is empty.
 """
 
 from fa_numba.kernels.mma import rows

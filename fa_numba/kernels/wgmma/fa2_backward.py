@@ -99,10 +99,11 @@ def make_producers(spec):
 
 @cache
 def make_consumer(spec):
-    """Return ``consume``, which a consumer warpgroup runs.
+    """Return the device function ``consume``, which a consumer warpgroup runs.
 
-    It computes 64 rows of dK and dV and a part of dQ. The copy engine adds this part to A. If
-    ``make_query_gradients`` computes dQ, ``consume`` does not.
+    It computes 64 rows of dK and dV. Normally it also computes a part of dQ, which the copy engine
+    adds to A. If the kernel of ``make_query_gradients`` computes dQ, ``consume`` does not compute
+    it.
     """
     grid, gradients, pingpong = bind(spec, wgmma.grid, wgmma.gradients, wgmma.pingpong)
     key_tiles, drawing, visits = bind(spec, wgmma.key_tiles, wgmma.drawing, wgmma.visits)
@@ -212,10 +213,10 @@ CONSUMERS = {
 def make_backward(spec, atomic=True):
     """Return the kernel of the variant ``spec.variant``.
 
-    ``key_tiles`` defines the grid: one thread block for each column tile, or for each share of a
-    column tile. The variant says whether this kernel adds dQ or ``make_query_gradients`` computes
-    dQ. ``atomic`` says the same and is not read here. It exists because the kernels of other units
-    need it.
+    The grid has one thread block for each column tile, or for each share of a column tile
+    (``key_tiles``). The variant says whether this kernel or the kernel of ``make_query_gradients``
+    computes dQ. ``atomic`` says this for the kernels of other units. It is an argument here so that
+    all units have equal arguments, and it is not read.
     """
     produce, produce_values, produce_drawing = make_producers(spec)
     consume = CONSUMERS[spec.variant.consumer](spec)

@@ -18,7 +18,7 @@ from fa_numba.parts.records import Slot, Tile
 
 @cache
 def make_masks_consumer(spec):
-    """Return the device function ``consume`` for ``fa2_backward.make_backward``.
+    """Return ``consume``, which a consumer warpgroup runs in the kernel of ``fa2_backward``.
 
     A thread block has one query head, and its column tile is not shared.
     """

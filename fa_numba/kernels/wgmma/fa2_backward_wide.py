@@ -17,7 +17,7 @@ from fa_numba.parts.records import Head, Slot, Tile
 
 @cache
 def make_consumers_by_product(spec):
-    """Return the device function ``consume`` for ``fa2_backward.make_backward``.
+    """Return ``consume``, which a consumer warpgroup runs in the kernel of ``fa2_backward``.
 
     One warpgroup computes S, P and dV, and the other computes dP, dS and dK.
     """

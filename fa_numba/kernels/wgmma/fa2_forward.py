@@ -23,8 +23,8 @@ from fa_numba.parts.records import Head, Out, Slot, Tile
 
 @cache
 def make_forward(spec):
-    """Return the kernel for ``spec``. The grid has as many blocks as the GPU can hold, or one per
-    work tile.
+    """Return the kernel for ``spec``. The grid has as many thread blocks as the GPU can hold at a
+    time, or one for each work tile.
     """
     grid, load, pipeline = bind(spec, wgmma.grid, wgmma.load, wgmma.pipeline)
     products, scores, softmax = bind(spec, wgmma.products, wgmma.scores, wgmma.softmax)
