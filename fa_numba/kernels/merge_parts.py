@@ -164,20 +164,23 @@ def row_threads(head_dim, aligned):
 
 
 def row_blocks(rows, head_dim, aligned):
-    """Return the number of thread blocks for ``rows`` rows of a head in ``make_merge_backward``."""
+    """Return the number of thread blocks that the kernel of ``make_merge_backward`` needs for
+    ``rows`` rows of a head.
+    """
     return ceil_div(rows * row_threads(head_dim, aligned), THREADS)
 
 
 def width_of(head_dim, aligned):
-    """Return the number of neighbouring elements that a thread computes: 8, or 1 if 8 is not
-    possible.
+    """Return the number of neighbouring elements that a thread computes: 8 or 1.
+
+    It is 8 if the head dimension is a multiple of 8 and ``aligned`` is true.
     """
     return WIDE if aligned and head_dim % WIDE == 0 else 1
 
 
 def blocks(rows, head_dim, aligned):
-    """Return the number of thread blocks for ``rows`` rows of a head in ``make_merge`` and
-    ``make_add``.
+    """Return the number of thread blocks that the kernels of ``make_merge`` and ``make_add`` need
+    for ``rows`` rows of a head.
     """
     return ceil_div(rows * (head_dim // width_of(head_dim, aligned)), THREADS)
 

@@ -1,9 +1,12 @@
 """Integer division by a divisor that all threads share, without a division instruction.
 
 The results are rounded as in Python: ``//`` rounds down, and the sign of ``%`` is the sign of the
-divisor. A product with the inverse M = (2^32 - 1) // D of the divisor's size D replaces the
-division. The upper 32 bits of n M are n // D or one less, for 0 <= n < 2^31. Numba's own ``//``
-divides in 64 bits, which takes about 100 instructions for each element of a tile.
+divisor.
+
+Let D be the absolute value of the divisor, and M = (2^32 - 1) // D its inverse. A product with M
+replaces the division: for 0 <= n < 2^31, the upper 32 bits of n M are n // D, or one less than n //
+D. Numba's own ``//`` divides in 64 bits, which takes about 100 instructions for each element of a
+tile.
 
 A divisor must be above -2^31. If the divisor is negative, the dividend must be above -2^31 too,
 because -(-2^31) is no int32.

@@ -94,7 +94,11 @@ def _make_dropped(rows, columns, column_step):
 
 
 def _shared(spec):
-    """Return how many rows and columns of one draw a thread holds in its registers."""
+    """Return two numbers: how many rows and how many columns of one draw a thread holds in its
+    registers.
+
+    A draw gives the random bits of eight elements, in 2 rows and 4 columns.
+    """
     RW, CW, step = spec.row_width, spec.column_width, spec.column_step
     rows = DRAW_ROWS if spec.row_step == APART and spec.TM % (2 * RW) == 0 else 1
     columns = APART * DRAW_COLUMNS

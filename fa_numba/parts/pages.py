@@ -25,10 +25,11 @@ def common_rows(page_size, Bc):
 
 
 def pages_of_tile(spec):
-    """Return the number of page numbers that the loader of a column tile looks up.
+    """Return how many times the loader of a column tile looks up a page in the block table.
 
-    The loader looks up one page for each run of ``common_rows`` rows. Several runs can be in one
-    page. Without pages the result is 1, which is the smallest size of a register array.
+    The loader does this once for each run of ``common_rows`` rows. Several runs can be in one page.
+    Without pages the result is 1, because the page numbers are stored in a register array, whose
+    smallest size is 1.
     """
     page_size = spec.features.page_size
     return spec.Bc // common_rows(page_size, spec.Bc) if page_size else 1

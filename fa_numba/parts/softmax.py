@@ -65,20 +65,21 @@ def _make_start(spec, whole_rows):
 
 @cache
 def make_take_sinks(spec):
-    """Make ``take_sinks(rl, rm, tile, split)``, which includes the sinks in l and m.
+    """Make ``take_sinks(rl, rm, tile, split)``, which sets l = 1 and m = s for a row with a sink,
+    before its first column tile.
 
-    With sinks and in key split 0, it sets l = 1 and m = s, the sink's logit in units of log2.
-    Otherwise it does nothing.
+    s is the logit of the sink, in units of log2. Only key split number 0 includes the sink. In
+    other splits, and in calls without sinks, the function does nothing.
     """
     return _make_take_sinks(spec, whole_rows=True)
 
 
 @part
 def _make_take_sinks(spec, whole_rows):
-    """Make ``take_sinks(rl, rm, tile, split)``, which includes the sinks in l and m of split 0.
+    """Make the function ``take_sinks(rl, rm, tile, split)`` that ``make_take_sinks`` describes.
 
-    ``whole_rows`` says whether l is the sum of a complete row. If l is the sum of this thread's
-    columns, only the lane with tx = 0 sets l = 1.
+    ``whole_rows`` says whether l is the sum of a complete row. Otherwise, l is the sum of this
+    thread's columns, and only the lane with tx = 0 sets l = 1.
     """
     TM, sinks, q_lens = spec.TM, spec.features.sinks, spec.features.q_lens
     row_of, head_of_row, owns = make_row(spec), make_head_of_row(spec), make_owns(spec)
@@ -305,11 +306,12 @@ def make_sum_lanes(spec):
 
 @part
 def make_from_lse(spec):
-    """Make ``from_lse(rS, scale, rL)``, which turns the scores in rS into P = exp(S - L).
+    """Make ``from_lse(rS, scale, rL)``, which replaces the scores in the registers rS by P = exp(S
+    - L).
 
-    ``rL: (TM,)`` holds the logsumexp L of each row, in natural units. P is 0 in a row with L =
-    -inf, because all of its scores are -inf. ``scale`` multiplies the scores only if
-    ``scale_and_mask`` has not done this (``spec.folds_scale``).
+    ``rL: (TM,)`` holds the logsumexp L of each row, in natural units. A row with L = -inf has P =
+    0, because all scores of the row are -inf. With ``spec.folds_scale``, the scores are first
+    multiplied by ``scale``. Otherwise ``scale_and_mask`` has done this before.
     """
     TM, TN, (EI, EJ), folds = spec.TM, spec.TN, spec.element_steps, spec.folds_scale
 

@@ -1,8 +1,8 @@
 """Reads and writes of chunks: eight neighbouring 16-bit elements of a row, moved by one 16-byte
 access.
 
-Rows start at 16-byte addresses. The threads of a block take the chunks of a tile or of a row in
-turns. Each thread reads and writes only its own chunks.
+Rows start at 16-byte addresses. The threads of a block copy a tile or a row in several turns. In
+each turn, every thread copies one chunk. Each thread reads and writes only its own chunks.
 """
 
 from dataclasses import dataclass

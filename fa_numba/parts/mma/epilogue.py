@@ -101,8 +101,8 @@ def _write_values_of_heads(spec):
 
 @part
 def _make_store_rows(TM, rows, STEP, dtype):
-    """Make ``store_rows(sT, rT, thread)``, which stores a thread's part of a tile, rounded, in
-    shared memory.
+    """Make ``store_rows(sT, rT, thread)``, which rounds a thread's part of a tile to 16 bits and
+    stores it in shared memory sT.
 
     ``rows`` is the layout of the tile in shared memory (``tiling.mma_rows.TileRows``). A thread has
     TM rows that are STEP rows apart.

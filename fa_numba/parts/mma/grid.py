@@ -14,11 +14,11 @@ from fa_numba.parts.records import Thread
 
 @part
 def make_thread(spec):
-    """Make ``thread()``, which returns the first row of this warp in a tile, and the thread's
+    """Make ``thread()``, which returns the first row of this warp in a tile of S, and the thread's
     position.
 
-    The position is a ``Thread`` (ty, tx). ``ty`` is the thread's first row, and ``tx`` is the
-    number of the thread among the 4 lanes that share the row.
+    The position is a ``Thread`` record. Its field ``ty`` is the thread's first row. Four lanes
+    share a row, and the field ``tx`` is the number of the thread among these lanes.
     """
     ROWS = spec.warp_rows
 

@@ -52,29 +52,40 @@ def _make_load_halves(rows, spec, page_size=0, of_v=False):
 
 @cache
 def make_rows(spec):
-    """Make ``rows(sT, T, row0, rows_end)``, which starts to copy a row tile of Q, dO or O."""
+    """Make ``rows(sT, T, row0, rows_end)``, which starts to copy a row tile of Q, dO or O from T to
+    sT.
+
+    ``_make_load_halves`` explains the arguments.
+    """
     return _make_load_halves(spec.Br, spec)
 
 
 @cache
 def make_columns(spec):
-    """Make ``columns(sT, T, row0, rows_end)``, which starts to copy a column tile of K or V."""
+    """Make ``columns(sT, T, row0, rows_end)``, which starts to copy a column tile of K or V from T
+    to sT.
+
+    ``_make_load_halves`` explains the arguments.
+    """
     return _make_load_halves(spec.Bc, spec, spec.features.page_size)
 
 
 @cache
 def make_value_rows(spec):
-    """Make ``value_rows(sT, T, row0, rows_end)``, which starts to copy a row tile of dO.
+    """Make ``value_rows(sT, T, row0, rows_end)``, which starts to copy a row tile of dO from T to
+    sT, in the kernel that computes only dQ.
 
-    The kernel that computes only dQ uses it.
+    ``_make_load_halves`` explains the arguments.
     """
     return make_rows(spec.of_values)
 
 
 @cache
 def make_value_columns(spec):
-    """Make ``value_columns(sT, T, row0, rows_end)``, which starts to copy a column tile of V in the
-    backward pass.
+    """Make ``value_columns(sT, T, row0, rows_end)``, which starts to copy a column tile of V from T
+    to sT, in the backward pass.
+
+    ``_make_load_halves`` explains the arguments.
     """
     return make_columns(spec.of_values)
 
@@ -85,9 +96,9 @@ make_k = make_columns
 
 @cache
 def make_v(spec):
-    """Make ``v(sV, V, row0, rows_end)``, which starts to copy a column tile of V.
+    """Make ``v(sV, V, row0, rows_end)``, which starts to copy a column tile of V to sV.
 
-    V can have its own head dimension.
+    V can have its own head dimension. ``_make_load_halves`` explains the arguments.
     """
     return _make_load_halves(spec.Bc, spec, spec.features.page_size, of_v=bool(spec.head_dim_v))
 

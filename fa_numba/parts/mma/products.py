@@ -299,8 +299,8 @@ def _make_add_transposed_product(spec, of, whole):
 def make_dq(spec):
     """Make ``dq(rdQ, sdS, sK, turn)``, which adds this warp's part of dSij Kj to dQ in registers.
 
-    dST is in shared memory sdS. ``turn`` is 0 or 1, because a large dQ is computed in
-    ``spec.query_turns`` turns.
+    dST is in shared memory sdS, and Kj is in sK. A large dQ is computed in ``spec.query_turns``
+    turns, one after the other. ``turn`` is the number of the turn: 0 or 1.
     """
     if spec.planes > 1:
         return planes.make_dq_of_planes(spec)

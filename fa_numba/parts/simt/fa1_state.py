@@ -70,7 +70,9 @@ def make_read_state(spec):
 @part
 def make_write_state(spec):
     """Make ``write_state(rO, rl, rm, state, row0, rows_end, thread)``, which writes O, l and m of a
-    row tile.
+    row tile from registers to global memory.
+
+    The tile begins at row ``row0``. Rows at or past ``rows_end`` are not written.
     """
     write_rows, write_values = make_write_rows(spec), make_write(spec)
 

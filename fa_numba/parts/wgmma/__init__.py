@@ -46,5 +46,8 @@ __all__ = [
 
 
 def pipelines(spec):
-    """Return the parts of each pipeline of a kernel, in the order of ``spec.pipelines``."""
+    """Return the device functions of each pipeline of a kernel, in the order of ``spec.pipelines``.
+
+    The result is a tuple with one ``Parts`` object of the module ``pipeline`` for each pipeline.
+    """
     return tuple(bind(facts, pipeline)[0] for facts in spec.pipelines)

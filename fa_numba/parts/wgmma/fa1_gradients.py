@@ -252,7 +252,8 @@ def make_is_visit(spec):
 
 @cache
 def make_fa1_load_columns(spec):
-    """Make ``fa1_load_columns(shared, K, V, j0, head)``, which starts to load Kj and Vj.
+    """Make ``fa1_load_columns(shared, K, V, j0, head)``, which starts to load the column tiles Kj
+    and Vj.
 
     Rows beyond the arrays become 0.
     """

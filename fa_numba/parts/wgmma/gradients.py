@@ -180,7 +180,10 @@ def make_load_do(spec):
 @part
 def _make_load_rows(spec):
     """Make ``load(sT, at, T, row0, head, bars, barrier)``, which starts to load a row tile of Q or
-    dO.
+    dO from T to sT.
+
+    The tile begins at element ``at`` of sT. ``barrier`` is the number of the mbarrier that counts
+    the arriving bytes.
     """
     return make_tile(spec.Br, spec.Br, spec.panels, make_read_query_box(spec))
 
@@ -250,13 +253,14 @@ def make_scale_and_bias(spec):
 
 @part
 def make_p_of_columns(spec):
-    """Make ``p_of_columns(rS, rP, scale, sL, at, tile)``, which turns the scores in rS into PT.
+    """Make ``p_of_columns(rS, rP, scale, sL, at, tile)``, which replaces the scores in the
+    registers rS by PT.
 
-    | case | what it does |
+    | case | what the function does |
     |---|---|
-    | ``spec.slopes_early`` | rS becomes PT times the scores' derivatives; rP gets PT in 16 bits |
+    | ``spec.slopes_early`` | rS gets PT times the derivatives of scores; rP gets PT in 16 bits |
     | otherwise, with a cap or ``features.scores_stay`` | nothing; ``ds_of_columns`` computes PT |
-    | otherwise | rS becomes PT = exp(ST - L) |
+    | otherwise | rS gets PT = exp(ST - L) |
     """
     if spec.slopes_early:
         return _make_p_and_slopes(spec)
@@ -525,8 +529,8 @@ def _make_ds_of_modified(spec):
 def make_ds_of_kept(spec):
     """Make ``ds_of_kept(p, dp, d, options)``, which returns one element of dS = P o (dP - D).
 
-    ``p`` is an element of P as ``drop`` has marked it, ``dp`` the element of dP, and ``d`` the D of
-    the row.
+    ``p`` is the element of P, which is negative if ``drop`` has marked it as dropped. ``dp`` is the
+    element of dP, and ``d`` is D of the row.
     """
     dropout = spec.features.dropout
 

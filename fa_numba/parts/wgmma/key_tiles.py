@@ -50,21 +50,21 @@ def _make_range_in_chunk(spec):
 
 @part
 def _make_column_tile(spec):
-    """Make ``column_tile()``, which returns a block's first column, its K/V head and its batch
-    entry.
+    """Make ``column_tile()``, which returns the first column of a block's column tile, its K/V head
+    and its batch entry.
 
     | case | grid |
     |---|---|
     | normally | (Tc, Hk, B) |
     | in chunks of C column tiles (``spec.chunk_tiles``) | (C Hk, B, ceil(Tc / C)) |
 
-    If S blocks share a column tile (``group_splits``), Hk S replaces Hk, and the second result is
-    the number of the share. ``shared_key_head`` then returns the K/V head.
+    If S blocks share a column tile (``group_splits``), the grid contains Hk S instead of Hk. The
+    second result is then the number of the share, and ``shared_key_head`` returns the K/V head.
 
     With a causal mask, the first column tiles are visited by the most rows. In chunks, the first C
     column tiles of all heads come before the next C column tiles, so that the last blocks are
     short. The column tiles of a chunk read the same Q and dO at about the same time. C is a power
-    of two, so that the numbers are bits of the block's number, and cost little to compute again.
+    of two. The results are therefore bits of the block's number, and cost little to compute again.
     """
     Bc, C = spec.Bc, spec.chunk_tiles
 
@@ -79,11 +79,11 @@ def _make_column_tile(spec):
 
 @part
 def make_shared_key_head(spec):
-    """Make ``shared_key_head(head, Q, K)``, which returns the head with its K/V head in the field
-    ``hk``.
+    """Make ``shared_key_head(head, Q, K)``, which returns the record ``head`` with the number of
+    the K/V head in the field ``hk``.
 
-    If several blocks share a column tile, ``head.hk`` is the number of a share. The shares of a K/V
-    head have consecutive numbers.
+    If several blocks share a column tile, ``head.hk`` is the number of a share, and the function
+    computes the K/V head from the query head. Otherwise ``head`` already has the K/V head.
     """
     splits = spec.splits_group
 
@@ -99,11 +99,11 @@ def make_shared_key_head(spec):
 @part
 def make_write_key_tile(spec):
     """Make ``write_key_tile(words, Q, K, group, options)``, by which thread 0 writes the words of
-    the key tile.
+    the key tile to shared memory.
 
-    ``group`` is that of ``make_key_tile``. For packed sequences, the grid contains the column tiles
-    of all sequences, and some are empty (``scheduler.sequence_tile_of``). If the kernel needs no
-    words, it does nothing.
+    ``make_key_tile`` explains ``group``. For packed sequences, the grid contains the column tiles
+    of all sequences, and some column tiles are empty (``scheduler.sequence_tile_of``). If the
+    kernel needs no words, the function does nothing.
     """
     features, column_tile, lengths = spec.features, _make_column_tile(spec), make_lengths(spec)
     query_end, key_end = make_query_end(spec), make_key_end(spec)
@@ -130,12 +130,12 @@ def make_write_key_tile(spec):
 
 @part
 def _make_own_rows(spec):
-    """Make ``own_rows(i_first, i_end, share, shares)``, which returns the rows of one of several
-    shares.
+    """Make ``own_rows(i_first, i_end, share, shares)``, which returns the rows of one share: the
+    first row, and one past the last row.
 
-    The rows from ``i_first`` to ``i_end`` are divided into complete row tiles. Each share gets an
-    equal number of row tiles, and the first shares can get one more. The number of the share is
-    ``share`` modulo ``shares``.
+    The rows from ``i_first`` to ``i_end`` - 1 are divided among ``shares`` shares. A share gets
+    complete row tiles. All shares get an equal number of row tiles, except that the first shares
+    can get one more. The number of this share is ``share`` modulo ``shares``.
     """
     Br = spec.Br
 
@@ -259,8 +259,11 @@ def make_read_h(spec):
 
 @part
 def _make_read_row_range(spec):
-    """Make ``read_row_range(words, col0, head)``, which returns the block's rows that visit a
-    column tile.
+    """Make ``read_row_range(words, col0, head)``, which returns the range of the block's rows that
+    visit the column tile at column ``col0``.
+
+    If several blocks share the rows of a query head, the range comes from the words of the key
+    tile.
     """
     of_tile, splits = _make_range_in_chunk(spec), spec.splits_rows
 

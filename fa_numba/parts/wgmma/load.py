@@ -143,9 +143,10 @@ def make_columns(spec):
 
 @part
 def make_tile_of_queries(spec, box):
-    """Make ``load(sT, at, T, row0, head, bars, barrier)``, which starts to load a row tile.
+    """Make ``load(sT, at, T, row0, head, bars, barrier)``, which starts to load a row tile from T
+    to sT.
 
-    Each box has ``box`` rows.
+    A TMA box has ``box`` rows. ``make_tile`` explains the tile.
     """
     find = make_query_box(spec)
     return make_tile(spec.Br, box, spec.panels, find, spec.tile_heads)
@@ -154,7 +155,9 @@ def make_tile_of_queries(spec, box):
 @part
 def make_tile_of_keys(spec, panels):
     """Make ``load(sT, at, T, row0, head, bars, barrier)``, which starts to load a column tile of K
-    or V.
+    or V from T to sT.
+
+    ``panels`` is the number of boxes of 64 columns in a row. ``make_tile`` explains the tile.
     """
     return make_tile(spec.Bc, spec.Bc, panels, make_key_box(spec))
 

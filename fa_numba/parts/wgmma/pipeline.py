@@ -34,8 +34,9 @@ def make_acquire(facts):
 
 @part
 def _make_wait_at(first):
-    """Make ``wait(bars, slot)``, which waits at a barrier of the slot. ``first`` is the barrier of
-    slot 0.
+    """Make ``wait(bars, slot)``, which waits at one of the two barriers of the slot.
+
+    ``first`` is the number of this barrier in slot 0.
     """
 
     def wait(bars, slot):
@@ -61,8 +62,9 @@ def make_release_alone(facts):
 
 @part
 def _make_arrive_at(first):
-    """Make ``arrive(bars, slot)``, which arrives at a barrier of the slot. ``first`` is the barrier
-    of slot 0.
+    """Make ``arrive(bars, slot)``, which arrives at one of the two barriers of the slot.
+
+    ``first`` is the number of this barrier in slot 0.
     """
 
     def arrive(bars, slot):

@@ -58,7 +58,9 @@ def make_begin_product(spec):
 
 @cache
 def make_split_pt(spec):
-    """Make ``split_pt(rP, rS)``, which splits PT in rS into planes."""
+    """Make ``split_pt(rP, rS)``, which splits PT in the registers rS into planes in the registers
+    rP.
+    """
     return planes.make_split_p(spec.transposed, P_SCALE_BACKWARD)
 
 
@@ -127,8 +129,10 @@ def make_power_of_ds(spec):
 
 @part
 def make_unit_of_dv(spec):
-    """Make ``unit_of_dv(head)``, which returns the factor for PT dO that undoes the scaling of
-    planes.
+    """Make ``unit_of_dv(head)``, which returns the factor that undoes the scaling of planes in the
+    product PT dO.
+
+    Without scaled planes the factor is 1.
     """
     scaled, packed, P = spec.features.scaled, spec.features.packed, float32(1.0 / P_SCALE_BACKWARD)
 
@@ -310,8 +314,10 @@ def make_add_own_dq(spec):
 
 @part
 def make_write_own_columns(spec):
-    """Make ``write_own_columns(rdK, dK, row0, head, thread)``, which writes this consumer's rows of
-    dK in float32.
+    """Make ``write_own_columns(rdK, dK, row0, head, thread)``, which writes this thread's part of
+    dK to global memory in float32.
+
+    The consumer's rows begin at row ``row0`` of dK.
     """
     TN, DN4, STEP_ = spec.TN, 4 * spec.DN, spec.column_step
     write_two, key_rows = make_write_two(spec), make_key_rows(spec)
