@@ -512,11 +512,11 @@ def make_p_and_slope(spec):
 
 @part
 def _make_value_and_slope(features):
-    """Make ``value_and_slope(s, i, j, origin, head)``, which returns ``score_mod`` of the score
-    ``s``, and the slope there.
+    """Make ``value_and_slope(s, i, j, origin, head)``, which returns the value of ``score_mod`` for
+    the score ``s``, and the derivative of ``score_mod`` there.
 
     The value is in units of log2. Normally one source text computes both results. If the user has
-    passed a ``score_mod_grad``, the slope comes from this function.
+    passed a ``score_mod_grad``, this function computes the derivative.
     """
     mod, at_once = features.score_mod, features.score_mod_grad is None
     of_slope = _slope_text(features)

@@ -422,9 +422,9 @@ def make_store_of_planes(spec, of):
     """Make ``store(sT, rT, tile)``, which stores the planes of PT or dST in shared memory, one
     plane after the other.
 
-    If ``of`` is OF_DV, the matrix is PT. If each warp already has in registers all elements of PT
-    that it multiplies, nothing is stored. If ``of`` is OF_DQ, the matrix is dST. The function then
-    first scales dS in the registers (``make_scale_ds``).
+    If ``of`` is OF_DV, the matrix is PT. If the registers of each warp contain all elements of PT
+    that the warp multiplies, nothing is stored. If ``of`` is OF_DQ, the matrix is dST. The function
+    then first scales dS in the registers (``make_scale_ds``).
     """
     TM, TN, pitch, PLANES = spec.TM, spec.TN, spec.rows_ds.pitch, spec.planes
     row_of, column_of, PLANE = make_row(spec), make_column(spec), spec.plane_of_scores

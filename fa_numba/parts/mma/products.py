@@ -364,9 +364,10 @@ def make_load_fragments(spec):
 def make_store_p(spec):
     """Make ``store_p(sP, rP, tile)``, which rounds PT to 16 bits and stores it in shared memory sP.
 
-    A row of sP is a column of S. A negative element of rP is marked as dropped by ``drop``, and is
-    stored as 0. With dropout, the other elements are multiplied by 1 / (1 - dropout_p). If every
-    warp has all elements of PT that it multiplies in registers, the function stores nothing.
+    A row of sP is a column of S. ``drop`` has made the dropped elements of rP negative. They are
+    stored as 0. With dropout, the other elements are multiplied by 1 / (1 - dropout_p). If the
+    registers of each warp contain all elements of PT that the warp multiplies, the function stores
+    nothing.
     """
     return _make_store(spec, planes.OF_DV)
 

@@ -293,7 +293,7 @@ def make_scale_and_add(spec):
 def make_store_p(spec):
     """Make ``store_p(sP, rS, options, thread)``, which stores P in shared memory ``sP: (Br, Bc)``.
 
-    A negative element of rS is marked as dropped by ``drop``, and is stored as 0. With dropout, the
+    ``drop`` has made the dropped elements of rS negative. They are stored as 0. With dropout, the
     other elements are multiplied by 1 / (1 - dropout_p).
     """
     TM, TN, TX, TY = spec.TM, spec.TN, spec.tx_count, spec.ty_count

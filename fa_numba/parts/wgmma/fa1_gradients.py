@@ -239,8 +239,9 @@ def make_has_visits(spec):
 
 @part
 def make_is_visit(spec):
-    """Make ``is_visit(h, h_end, i0, i_end)``, which says whether (h, i0) is a visit of the pass. It
-    is not if it is past the last visit.
+    """Make ``is_visit(h, h_end, i0, i_end)``, which says whether (h, i0) is a visit of the pass.
+
+    If the result is false, (h, i0) is past the last visit of the pass.
     """
     grouped = spec.grouped
 
