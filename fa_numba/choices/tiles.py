@@ -159,7 +159,8 @@ def mma_tiles(
         narrow |= d == 128 and (crowded or (older and (features.causal or features.splits)))
         narrow &= found.Br % 128 == 0 or features.splits
         narrow |= planes
-        threads = 2 * found.Br if narrow or row.case == "bias" else None
+        least_threads = 64 if keys else 32  # with "keys", at least two warps divide the columns
+        threads = max(2 * found.Br, least_threads) if narrow or row.case == "bias" else None
     found = replace(found, threads=threads)
     staged = replace(found, stages=row.stages)
     return _fitted(staged if is_valid(staged, select) else found, str(row))

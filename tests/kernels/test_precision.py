@@ -418,3 +418,18 @@ def test_a_heads_largest_element_is_found_in_all_its_rows():
     O = fa_numba.attention(q, k, v, precision="fp16x3", tiles=Tiles(16, 128))
     exact = reference.attention(q, k, v)
     assert _distance(O, exact) < 1e-5 * np.linalg.norm(exact)
+
+
+@pytest.mark.parametrize("d", [64, 96, 128, 256])
+def test_warps_that_divide_the_columns_have_tiles_at_every_head_dimension(d):
+    """With ``warp_partition="keys"`` a thread block needs two warps, also for tiles of 16 rows."""
+    options = {"algorithm": "fa1", "precision": "fp16x3", "unit": "mma", "warp_partition": "keys"}
+    with fa_numba.device.using("emulator"):
+        plan = fa_numba.plan((1, 1, 40, d), (1, 1, 70, d), dtype="float32", **options)
+        assert plan.tiles.threads >= 64
+        rng = np.random.default_rng(d)
+        q, k, v = (rng.standard_normal((1, 1, n, d), dtype=np.float32) for n in (40, 70, 70))
+        if d == 96:
+            found = fa_numba.attention(q, k, v, **options)
+            wanted = reference.attention(q, k, v)
+            np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-6)
