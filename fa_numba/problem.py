@@ -617,7 +617,7 @@ def check_block_mask(
     fits = 2 <= mask.ndim <= 4 and mask.shape[-2:] == blocks and 0 not in blocks
     if not fits or any(n not in (1, m) for n, m in zip(leading, heads, strict=True)):
         raise ValueError(
-            f"block_mask must have shape {wanted}, optionally with batch and heads axes before it "
-            f"that broadcast to {heads}, got {mask.shape}"
+            f"block_mask must have shape {wanted}, got {mask.shape}. Two axes may come before: "
+            f"batch entries, of length 1 or {heads[0]}, and heads, of length 1 or {heads[1]}"
         )
     return mask.reshape(*leading, *blocks)

@@ -81,9 +81,8 @@ def errors(rows: Sequence[Row], machine: Measured, ranks: int) -> dict[Key, floa
     """Return the relative error of the modelled time of each call from N=32k on.
 
     The key of an error is (series, pass, causal, length). An error of 0.1 means that the model
-    predicts a time that is 10 % too long. The model needs the time of one GPU alone at the length
-    length / `ranks`. If this time was not measured, the model extrapolates it. Such calls are left
-    out.
+    predicts a time that is 10 % too long. The model computes with the time of one GPU alone at
+    the sequence length `length` / `ranks`. Calls for which this time was not measured are left out.
     """
     here = ring_rows.over(rows, ranks)
     times = ring_rows.by_key(here, "time")

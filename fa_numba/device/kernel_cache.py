@@ -172,7 +172,9 @@ def _function(function: FunctionType, seen: dict[FunctionType, str]) -> str:
     ``seen`` maps functions to hashes that were computed before.
     """
     if function.__module__.split(".")[0] != PACKAGE.name:
-        raise _Unknown(function)  # its globals are not in the package's sources
+        raise _Unknown(
+            f"the globals of {function} are not known"
+        )  # its globals are not in the package's sources
     if function not in seen:
         taken, free = _attributes_taken(function.__code__), function.__code__.co_freevars
         cells = [cell.cell_contents for cell in function.__closure__ or ()]
@@ -242,7 +244,7 @@ def _attributes(namespace: ModuleType, names: set[str], seen: dict[FunctionType,
     _Unknown if the function uses the namespace itself, for instance assigns it to another name.
     """
     if "" in names:
-        raise _Unknown(namespace)
+        raise _Unknown(f"the attributes that {namespace} is used for are not known")
     found = [(name, getattr(namespace, name)) for name in sorted(names)]
     return "namespace", [(name, _value(value, seen)) for name, value in found]
 
@@ -261,4 +263,4 @@ def _value(value: Any, seen: dict[FunctionType, str]) -> Any:
         return _function(value, seen)
     if value is math:
         return "module", "math"
-    raise _Unknown(value)
+    raise _Unknown(f"the effect of {value!r} on machine code is not known")

@@ -137,7 +137,7 @@ class Flow:
         return condition
 
     def chosen(self, condition: np.ndarray, one: Any, other: Any) -> Any:
-        """Return the value of a conditional expression, and restore the mask before the expression.
+        """Return the value of a conditional expression, and set the mask to what it was before.
 
         `one` is the value where the condition is true, and `other` is the value where the condition
         is false. A value is `undefined` if no lane needed it.

@@ -366,9 +366,8 @@ class Mbarriers(Knowledge):
             which = f"the end of phase {meant}" if meant >= 0 else "the start of phase 0"
             text = (
                 f"this thread waits for {which} of {barrier.name}, but {barrier.name} is already "
-                f"in phase {barrier.phase}. Either the parity of this wait is wrong, or other "
-                "threads complete later phases too early. Let the other threads arrive only after "
-                f"this thread has waited for {which}"
+                f"in phase {barrier.phase}. Check the parity of this wait. If the parity is right, "
+                "other threads have arrived too early: they must arrive after this wait"
             )
             raise self.fault(BarrierMisuse, text)
         if barrier.arrived:

@@ -75,7 +75,7 @@ class Reader(Slopes):
         for statement in before:
             self.statement(statement)
         if not isinstance(last, ast.Return) or last.value is None:
-            raise Refused(f"{what(last)} as its last statement instead of a return", last)
+            raise Refused(f"no return at its end, but {what(last)}", last)
         return self.visit(last.value)
 
     # --- statements --------------------------------------------------------------------------

@@ -559,8 +559,10 @@ def _make_hidden(spec):
 def hidden_score(stays):
     """Return the number that is stored in place of a hidden score.
 
-    After masking, a kernel can call a function with the masked scores. ``stays`` is the
-    ``mods.Text`` of this function, or None.
+    After masking, a kernel may compute the slopes of ``score_mod`` from the masked scores. It then
+    calls a function that was written for this purpose. ``stays`` is the ``mods.Text`` of this
+    function, or None. The function may begin with an inner function, such as tanh, to which the
+    kernel then applies the scores before it masks them.
 
     | case | number |
     |---|---|

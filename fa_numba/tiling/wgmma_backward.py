@@ -587,7 +587,7 @@ class WgmmaWideBackwardSpec(WgmmaBackwardSpec):
     def pipelines(self) -> WidePipelines:  # type: ignore[override]
         """The pipelines of the kernel.
 
-        A slot of S and a slot of Q have the same barrier for their empty slots.
+        The consumers release a slot of S and a slot of Q together, by one barrier.
         """
         kv, q, do, _, _ = super().pipelines
         return WidePipelines(kv, q, do, Pipeline(1 + 3 * self.slots, q.empty, self.slots))

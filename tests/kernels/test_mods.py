@@ -492,7 +492,7 @@ REFUSED = {
     "an attribute of an attribute": (lambda s, b, h, i, j: s * math.pi.real, r"math\.pi\.real, "),
     "a loop": (loop, f"a loop in line {LINE + 1}, which .* in loop .*line {LINE}.*A kernel supp"),
     "an if statement": (branches, "an if statement.* in branches"),
-    "no result": (nothing_returned, "last statement instead of a return.* in nothing_returned"),
+    "no result": (nothing_returned, "no return at its end, but `.* in nothing_returned"),
     "a name without a value": (later, r"of_later \(a name that is not defined; import or define"),
     "a module not imported": (not_imported, r"maths \(a name that is not defined"),
     "another function": (lambda s, b, h, i, j: np.exp(s), r"a call of np\.exp, .* in a lambda"),

@@ -183,13 +183,13 @@ def make_own_ahead(spec):
 
 @part
 def make_read_named(spec):
-    """Make ``read_named(rBS, shared, slot, w, ahead)``, by which consumer w reads what comes after
-    a visit.
+    """Make ``read_named(rBS, shared, slot, w, ahead)``, which tells consumer w its next row tile.
 
-    The result has three values: the word of the visit, the next row tile, and whether the current
-    row tile visits a later column tile. With a block mask, these values come from the word of the
-    slot, and ``rBS[0]`` gets the state of the tile's block if a ``mask_mod`` needs it. Otherwise
-    they come from ``ahead``, the result of ``own_ahead``.
+    The result has three values: an integer that describes the visit, the next row tile, and whether
+    the current row tile visits a later column tile. With a block mask, the producer has written
+    these values into the slot. If a ``mask_mod`` needs the state of the tile's block, ``rBS[0]``
+    then gets the state. Without a block mask, the values are ``ahead``, as ``own_ahead`` returns
+    them.
     """
     named, read, GROUPS = spec.slots_name_next, make_read_word(spec), spec.consumers
 

@@ -557,8 +557,9 @@ def cap_slope(s, inverse):
 
 @part
 def make_store_ds(spec):
-    """Make ``store_ds(sdS, at, rdS, thread)``, which stores dST, which is in 16 bits in rdS, in
-    shared memory for all consumers.
+    """Make ``store_ds(sdS, at, rdS, thread)``, which stores dST in shared memory for all consumers.
+
+    The array ``rdS`` contains the thread's 16-bit elements of dST.
 
     The slot begins at element ``at`` of sdS. A row of sdS is a column of S, and a panel contains 64
     rows of S. The layout has the swizzle of the copy engine.

@@ -303,8 +303,9 @@ def _read_query_end(head):
 
 @device_function
 def _read_key_end(head):
-    """Return one past the last row of the block's sequence in arrays of keys, from the words of the
-    key tile.
+    """Return where the sequence of the block ends in K and V: the number of its last row, plus 1.
+
+    The number is one of the words that describe a key tile, ``head.words``.
     """
     return head.words[5]
 
