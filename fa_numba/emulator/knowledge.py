@@ -1,15 +1,21 @@
-"""What each thread knows to have happened before.
+"""Which earlier accesses each thread knows to be finished.
 
-Row w of the array `seen` contains what all threads of warp w know. Threads arrive at an mbarrier
-one by one. One thread may therefore know more than its warp. The array `_heard` contains what
-single threads know; it is made when it is first needed. Row t of `_heard` is for thread t. The row
-contains one stamp for each thread of the thread block: all accesses of that thread with a lower
-stamp happened before anything that thread t does now.
+A *stamp* numbers the accesses of a thread in the order of time. Thread t knows the stamp n of
+thread u if every access of thread u with a stamp below n happened before the next access of t.
 
-Both arrays have further columns, after the columns for warps or threads. These columns are for
-accesses that the hardware makes instead of a thread. One column is for the parts of matrix products
-that a warp computes, and one column is for the copies that an mbarrier counts. A row of `_heard` is
-called `known`. A row of `seen` that was expanded to one stamp per thread is called `known`, too.
+Two arrays contain the known stamps:
+
+- `seen` has one row per warp and one column per warp. A row contains the stamps that all threads of
+  the row's warp know. A column contains stamps that hold for all threads of the column's warp.
+- `_heard` has one row per thread and one column per thread. It is made when it is first needed:
+  threads arrive at an mbarrier one by one, so that one thread may know more than its warp.
+
+Both arrays have more columns behind these, the *further columns*. The accesses of a further column
+are made by the hardware, not by a thread. There is one further column for each part of a matrix
+product that a warp computes, and one for the copies that an mbarrier counts.
+
+In this file, `known` is a row with one stamp per thread, followed by the further columns. It is a
+row of `_heard`, or a row of `seen` in which the stamp of a warp is repeated for its threads.
 """
 
 from __future__ import annotations
@@ -59,10 +65,10 @@ class Knowledge(Waiting):
             raise OneByOne
 
     def widen(self, more: int) -> None:
-        """Add columns to the stamps that say what warps and threads know.
+        """Append further columns to `seen` and `_heard`, if they have too few.
 
-        The new columns are for the matrix products of all warpgroups, and for `more` further
-        mbarriers. Columns that exist already are not added again.
+        Afterwards there are further columns for the matrix products of all warpgroups, for the
+        mbarriers that had columns before, and for `more` other mbarriers.
         """
         base, starts, seen = self._clocks
         columns = WARPGROUP * self.warpgroups + self._columns
@@ -139,9 +145,9 @@ class Knowledge(Waiting):
         return bool(before(stamp, known, self.warps))
 
     def _column_known(self, tids: np.ndarray, column: int) -> np.ndarray:
-        """Return what each of some threads knows in one of the further columns.
+        """Return the stamps in a further column that the threads `tids` know.
 
-        `column` counts from the first column after the warps. The result contains one stamp per
+        `column` is the number of the further column, from 0. The result contains one stamp per
         thread of `tids`.
         """
         known = self.seen[tids // WARP, self.warps + column]
@@ -255,10 +261,10 @@ class Knowledge(Waiting):
         return bad, known
 
     def fences_of(self, known: np.ndarray) -> np.ndarray:
-        """Return for each thread the stamp of its last fence that happened before; 0 if none.
+        """Return, for each thread, the stamp of its last fence below ``known[thread]``; 0 if none.
 
-        `known` is a row of stamps as in `known_by`. A fence of thread t happened before if its
-        stamp is below ``known[t]``.
+        `known` is a row of known stamps, as `known_by` returns it: fences with lower stamps are
+        finished.
         """
         found = np.zeros(self.warps * WARP, np.int64)
         for tids, stamp in (fence for fences in self._fences.values() for fence in fences):
