@@ -159,7 +159,8 @@ def describe_call(
     key: list[Any] = [choices, device.planned_limits()]
     pointers: list[int] = []
     if not options:  # most calls: the loops below would find nothing
-        return _describe_plain(key, (*arrays, *_NO_ARRAYS, out))
+        found = _add_arrays((*arrays, *_NO_ARRAYS, out), key, pointers)
+        return found and Call(tuple(key), pointers, _NO_SEED, None, *found)
     paged = options.get("block_table") is not None
     if paged and options.get("check_table"):
         return None
@@ -173,22 +174,11 @@ def describe_call(
         if blocks and name == "mask_mod":  # ``mask_mod`` and a ``BlockMask`` are never both given
             _add_captured(blocks[0].captured, key, captured)
     others = map(options.get, named[len(ARRAYS) :])
-    ordinal, slot = HOST, 0
-    for array in (*arrays, *map(options.get, ARRAYS), *captured, *others, *blocks, out):
-        if array is None:
-            key.append(None)
-            continue
-        if isinstance(array, BlockMask):
-            slot = len(pointers)
-            key += ("block_mask", array.shape, array.seqlen_q, array.seqlen_k)
-            key += (array.block_size, array.tiles)
-            continue
-        found = address_and_kind(array)
-        if found is None:
-            return None
-        ordinal = found[1][1]
-        pointers.append(found[0])
-        key.append(found[1])
+    every = (*arrays, *map(options.get, ARRAYS), *captured, *others, *blocks, out)
+    found = _add_arrays(every, key, pointers)
+    if found is None:
+        return None
+    ordinal, slot = found
     seed = offset = 0
     for name, value in options.items():
         kind = type(value)
@@ -211,13 +201,24 @@ def describe_call(
     return Call(tuple(key), pointers, words, blocks[0] if blocks else None, ordinal, slot)
 
 
-def _describe_plain(key: list[Any], arrays: Sequence[Any]) -> Call | None:
-    """Return the key and the addresses of a call without options. The key begins with ``key``."""
-    pointers: list[int] = []
-    ordinal = HOST
+def _add_arrays(
+    arrays: Sequence[Any], key: list[Any], pointers: list[int]
+) -> tuple[int, int] | None:
+    """Add the kinds of arrays to ``key``, and the addresses of the arrays to ``pointers``.
+
+    An array may be None, or a ``BlockMask``, whose arrays get their addresses later. Return the
+    number of the GPU, and the index in ``pointers`` of the arrays of the ``BlockMask``. Return None
+    if an array is not on a GPU, or needs the checks of the call.
+    """
+    ordinal, slot = HOST, 0
     for array in arrays:
         if array is None:
             key.append(None)
+            continue
+        if isinstance(array, BlockMask):
+            slot = len(pointers)
+            key += ("block_mask", array.shape, array.seqlen_q, array.seqlen_k)
+            key += (array.block_size, array.tiles)
             continue
         found = address_and_kind(array)
         if found is None:
@@ -225,7 +226,7 @@ def _describe_plain(key: list[Any], arrays: Sequence[Any]) -> Call | None:
         ordinal = found[1][1]
         pointers.append(found[0])
         key.append(found[1])
-    return Call(tuple(key), pointers, _NO_SEED, None, ordinal)
+    return ordinal, slot
 
 
 def _add_function(name: str, function: Any, key: list[Any], arrays: list[Any]) -> bool:
