@@ -72,9 +72,10 @@ class Operand:
 
     @property
     def _used_strides(self) -> tuple[int, ...]:
-        """The strides in bytes. Each axis of length 0 or 1 gets a fixed stride.
+        """The strides in bytes, with a fixed stride for each axis of length 0 or 1.
 
-        No access uses the stride of such an axis.
+        Such an axis has at most one index, 0. No address therefore depends on the stride of the
+        axis.
         """
         return used_strides(self.shape, self.strides, STORED[self.dtype].bytes)
 
@@ -175,7 +176,8 @@ def _of_library(library: str, kind: str, array: Any) -> bool:
 def _read(name: str, tensor: Any, how: Callable[[Any], Any]) -> Any:
     """Return ``how(tensor)``, where ``how`` accesses the memory of a torch tensor.
 
-    Raise TypeError if the tensor has no memory.
+    Raise TypeError if ``tensor`` has no memory, such as a tensor inside of ``torch.vmap``. ``name``
+    is the name of the argument, for the message.
     """
     try:
         return how(tensor)
@@ -262,7 +264,10 @@ def _from_torch(name: str, tensor: Any, allowed: Sequence[str]) -> Operand:
 
 
 def _instead(name: str) -> str:
-    """Return the advice of an error message about a tensor that requires a gradient."""
+    """Return what to call or pass instead of a torch tensor that requires a gradient.
+
+    The text is the end of an error message. ``name`` is the argument that contains the tensor.
+    """
     detached = f"pass {variable_of(name)}.detach(), or call it under torch.no_grad()"
     if name.startswith(("outputs[", "lses[")):
         return f"call fa_numba.torch.merge instead, or {detached}"
@@ -272,7 +277,10 @@ def _instead(name: str) -> str:
 
 
 def _contiguous(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """Return the strides in bytes of a contiguous array."""
+    """Return the strides, in bytes, of a contiguous array with the shape ``shape``.
+
+    ``itemsize`` is the size of an element in bytes.
+    """
     return tuple(np.cumprod((itemsize, *shape[:0:-1]), dtype=np.int64)[::-1].tolist())
 
 
@@ -380,12 +388,12 @@ def _from_jax(name: str, array: Any) -> Operand:
 
 
 def operand(name: str, array: Any, allowed: Sequence[str] = tuple(DTYPES)) -> Operand:
-    """Return the operand of an array of NumPy, torch, CuPy or JAX.
+    """Return the operand of an array of NumPy, torch, CuPy or JAX, or of another library.
 
-    Other arrays need ``__cuda_array_interface__`` or DLPack. ``name`` is the name of the argument,
-    for messages. Raises TypeError for anything else,
-    such as a list, and for a dtype that is not ``allowed``. Raises ValueError for an address or
-    strides that are not multiples of the size of an element.
+    An array of another library needs ``__cuda_array_interface__`` or DLPack. ``name`` is the name
+    of the argument, for messages. Raises TypeError for any other object, such as a list, and for an
+    array whose dtype is not in ``allowed``. Raises ValueError for an address or strides that are
+    not multiples of the size of an element.
     """
     checks.check_unmasked(name, array, ", and attn_mask to hide keys" if name in "qkv" else "")
     if isinstance(array, np.ndarray):
@@ -425,10 +433,11 @@ def address_and_kind(array: Any) -> tuple[int, tuple] | None:
     """Return the address of a GPU array, and the kind of the array, for the launch cache.
 
     The kind is a tuple (library, GPU, dtype, shape, strides, address modulo 16, ...). Two arrays of
-    equal kind both pass or both fail the checks of a call, except for checks of the addresses.
-    Launches that were recorded for one of them are right for the other, with its address. This
-    function is faster than ``operand``. It returns None for arrays in host memory, and for arrays
-    that need the checks of ``operand``.
+    equal kind both pass or both fail the checks of a call, except for checks of the addresses. The
+    launch cache can therefore replay the launches of one array with the address of the other array.
+
+    This function is faster than ``operand``. It returns None for arrays in host memory, and for
+    arrays that need the checks of ``operand``.
     """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(array, torch.Tensor):
@@ -471,9 +480,9 @@ def lies_on_gpu(array: Any) -> bool:
 
 
 def pointer_of(library: str, array: Any) -> int:
-    """Return the address of a GPU array that ``Operand.empty`` has returned.
+    """Return the address of a GPU array that the function ``Operand.empty`` made.
 
-    ``library`` is the field ``library`` of that operand.
+    ``library`` is the attribute ``library`` of the ``Operand`` object.
     """
     if library == "torch":
         return array.data_ptr()

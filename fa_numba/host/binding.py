@@ -61,14 +61,14 @@ class Binding:
 
     field        meaning
     fields       fields that ``Problem.from_shapes`` takes unchanged
-    shapes       maps the caller's name of an option to the shape of the option's array
-    starts       ``cu_seqlens_q`` and ``cu_seqlens_k`` by name, on the host
-    arrays       maps names that kernels use to arrays on the call's device
+    shapes       shape of the array of an option, by the option's name, such as "bias"
+    starts       the arrays ``cu_seqlens_q`` and ``cu_seqlens_k`` by name, on the host
+    arrays       arrays on the call's device, by the names that kernels use
     block_mask   the option ``block_mask``: an array on the host, a ``BlockMask`` or None
     seed         the option ``seed`` of dropout
     offset       the option ``offset`` of dropout
-    paged        the options about pages
-    numbers      maps names that kernels use to numbers that the caller's functions capture
+    paged        the block table and the lengths of the sequences in pages
+    numbers      numbers that functions such as ``score_mod`` capture, by the names that kernels use
     """
 
     fields: OptionFields
@@ -140,9 +140,9 @@ class Binding:
         return cls(named, shapes_of, starts, arrays, mask, seed, offset, paged, numbers)
 
     def problem(self, *shapes: Any, dtype: str) -> Problem:
-        """Return the Problem of a call with these shapes of q, k and v.
+        """Return the ``Problem`` of a call. ``shapes`` are the shapes of q, k and v.
 
-        Raises ValueError if the options do not fit to the shapes.
+        Raises ValueError if the options do not match the shapes.
         """
         own = self.shapes
         slopes, sinks = own.get("alibi_slopes"), own.get("sinks")
@@ -215,8 +215,9 @@ class Binding:
     ) -> dict[str, Any]:
         """Return the fields of the kernels' last argument, ``options``, by name.
 
-        There are fields only for options that the call uses. ``given`` maps names to the arrays and
-        numbers of the launches. ``score_unit`` is a factor of the scores, log2(e) or 1.
+        The result has fields only for options that the call uses. ``given`` maps names to arrays
+        and numbers that launches take, such as "bias", "dL" or "seed_low". Kernels multiply the
+        scores by ``score_unit``: log2(e) if they compute exponentials as powers of 2, else 1.
         """
         given = {**given, **self.numbers}
         mask: Any = self.block_mask
@@ -285,8 +286,10 @@ def paging(block_table: Any, kv_lens: Any, check_table: Any, *, shapes: bool = F
 def score_scale(problem: Problem, score_unit: float) -> float:
     """Return the factor by which kernels multiply the products of Q and K.
 
-    ``score_unit`` is a further factor of the scores, log2(e) or 1. With ``softcap``, the result is
-    the factor for the argument of tanh.
+    Normally this is ``scale * score_unit``. ``score_unit`` is log2(e) for kernels that compute
+    exponentials as powers of 2, and 1 for other kernels. With a ``score_mod`` the factor is
+    ``scale``, because kernels apply ``score_unit`` after the function. With ``softcap``, the factor
+    is ``scale / softcap``: the product is then the argument of tanh.
     """
     if problem.softcap is not None:
         return problem.scale / problem.softcap

@@ -1,4 +1,4 @@
-"""``create_block_mask``: checks, plan and launch, and the arrays that kernels read of a mask."""
+"""``create_block_mask``: checks, plan and launch, and the arrays of a block mask for kernels."""
 
 from __future__ import annotations
 
@@ -39,9 +39,12 @@ MOST_ROWS = 1024
 class Lists:
     """The arrays of a block mask that kernels read, for each tile size and device.
 
-    ``made`` maps names to the arrays for blocks of the size ``size``. ``seqlens`` are the numbers
-    of rows and columns of S. The arrays for another tile size are computed on the host when they
-    are first needed. Each array is computed once, and copied once to each device.
+    The constructor takes the arrays for the block size with which the mask was made. ``made`` maps
+    the names "block_mask", "next_column" and "next_row" to these arrays. ``size`` is the block
+    size. ``seqlens`` is the pair (seqlen_q, seqlen_k).
+
+    A call may have tiles of another size. The arrays for this tile size are computed on the host
+    when they are first needed. Each array is computed once, and copied once to each device.
     """
 
     def __init__(self, made: Mapping[str, Any], size: BlockSize, seqlens: tuple[int, int]) -> None:
@@ -112,15 +115,24 @@ class Lists:
 
 
 def _of_states(states: np.ndarray, size: BlockSize, seqlens: tuple[int, int]) -> Lists:
-    """Return the ``Lists`` of blocks with these states. ``pickle`` calls this function."""
+    """Return the ``Lists`` for blocks whose states are ``states``.
+
+    ``size`` is the block size, and ``seqlens`` is the pair (seqlen_q, seqlen_k). ``pickle`` calls
+    this function when it loads a ``Lists`` object.
+    """
     return Lists(listed(states), size, seqlens)
 
 
 def listed(states: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the arrays of a block mask that kernels read, by name, given the states of its blocks.
+    """Return the arrays of a block mask that kernels read, by name.
 
-    These are the states, and the next visited block in each row and column of blocks. The kernel
-    ``make_lists`` computes equal arrays on a GPU.
+    ``states`` contains EMPTY, MIXED or FULL for each block. The result contains three arrays:
+
+    - "block_mask": ``states``.
+    - "next_column": for each block, the next visited block in the same row of blocks.
+    - "next_row": for each block, the next visited block in the same column of blocks.
+
+    The kernel ``make_lists`` computes equal arrays on a GPU.
     """
     visited = states != EMPTY
     next_column, next_row = next_visited(visited, -1), next_visited(visited, -2)

@@ -32,9 +32,9 @@ def execute_attention(
 ) -> None:
     """Launch the kernels of a plan of attention.
 
-    ``arrays`` contains, by the names that kernels use: the inputs and outputs, the arrays among the
-    options, and the words of the seed. ``arguments`` contains the other options. ``stream`` is as
-    in ``execute``.
+    ``arrays`` contains arrays and numbers by the names that kernels use: the inputs, the outputs,
+    the arrays among the options, and the seed and offset of dropout as 32-bit words. ``arguments``
+    contains the other options. ``stream`` is as in ``execute``.
     """
     problem = plan.problem
     found: dict[str, Any] = {
@@ -64,10 +64,10 @@ def execute(
 ) -> None:
     """Launch the kernels of a plan in their order.
 
-    ``stream`` is a ``LaunchRecord``, which records the launches, or the number of a stream.
+    ``stream`` is the number of a CUDA stream, or a ``LaunchRecord``, which records the launches.
     ``arrays`` contains arrays and numbers by the names that the launches of the plan use.
-    ``options`` is a function that takes these arguments and the workspace, by name. It returns the
-    fields of the kernels' last parameter, ``options``.
+    ``options`` is a function that returns the fields of the kernels' last parameter, ``options``.
+    It takes one dictionary with ``arrays`` and the arrays of the workspace.
     """
     device.compile_together(launch.kernel for launch in plan.launches)
     for output in plan.outputs:
@@ -101,8 +101,9 @@ def _resolved(argument: Argument, found: Mapping[str, Any], plan: LaunchPlan) ->
 def _untouched(argument: Untouched, other: Any) -> Any:
     """Return an array for a kernel parameter that the kernel neither reads nor writes.
 
-    ``argument`` contains the shape and the dtype. All elements of the array have the same address.
-    On a GPU, this is the address of the array ``other``. On the emulator, the element is NaN.
+    ``argument`` contains the shape and the dtype. The array needs no memory of its own: all its
+    elements have the same address. On a GPU, this is the address of the array ``other``. On the
+    emulator, it is the address of one NaN.
     """
     dtype = DTYPES[argument.dtype]
     if isinstance(other, DeviceArray):
@@ -125,7 +126,7 @@ def allocated(buffer: Buffer, allocate: Callable, stream: Any) -> Any:
 
 
 def by_heads(problem: Problem, array: Any) -> Any:
-    """Return an array with the axes that kernels use, without a copy.
+    """Return a view of an input or output of a call, with the order of axes that kernels use.
 
     The result has the shape (batch, heads, seqlen, ...), or (1, heads, total, ...) for packed
     sequences.

@@ -82,8 +82,10 @@ def forward(request: Request, chosen: Chosen[Unit]) -> Plan:
 def _as_bound(boxes: Argument | None, of: Argument, spec: Any) -> Argument:
     """Return the kernel argument that passes the planes of a matrix instead of the matrix.
 
-    ``of`` is the name of the array with the planes. ``boxes`` is the argument that would pass the
-    matrix. If ``boxes`` describes copies in boxes by the copy engine, the result does too.
+    ``boxes`` is the argument by which the plan would pass the matrix itself. ``of`` is the name of
+    the array that contains the planes. Normally the result is this name. If ``boxes`` is a
+    ``Boxes`` object, the copy engine (TMA) copies the matrix in boxes. The result is then a
+    ``Boxes`` object for the planes.
     """
     return replace(boxes, name=str(of), dtype=spec.dtype) if isinstance(boxes, Boxes) else of
 
@@ -93,8 +95,9 @@ def _planes(
 ) -> tuple[tuple[Launch, ...], tuple[Buffer, ...], dict[str, Argument]]:
     """Return the launches that split the float32 matrices of a pass into planes.
 
-    Return also the buffers for the planes, and a mapping from the name of each matrix to the name
-    of its planes. All three are empty for a precision with one plane.
+    The function returns three results: the launches, the buffers for the planes, and a mapping from
+    the name of each matrix to the name of the array with its planes. All three are empty if the
+    precision of the call splits no matrices.
     """
     p, launches, buffers = request.problem, [], []
     taken: dict[str, Argument] = {}
@@ -129,9 +132,10 @@ def _planes(
 
 
 def _row_sums_of_planes(request: Request) -> Launch:
-    """Return the launch for D = rowsum(dO o O) - dL in a pass whose dO is split into planes.
+    """Return the launch that computes D = rowsum(dO o O) - dL in a pass with planes.
 
-    dL is 0 without ``dlse``. The kernel also sets A, the float32 sum of dQ, to 0.
+    The kernel reads the float32 matrix dO, and not its planes. dL is 0 without ``dlse``. The kernel
+    also sets the array A, the float32 sum of dQ, to 0.
     """
     p = request.problem
     facts = planes.PlaneFacts(request.lengths_of_rows, p.head_dim, 0, "", request.aligned, False)
@@ -176,8 +180,8 @@ def backward(request: Request, chosen: Chosen[Unit]) -> Plan:
 def _fa1_backward(request: Request, decided: Decision) -> Plan:
     """Return the plan of FA-1's backward pass, which has one main kernel.
 
-    If several thread blocks add to the dK and dV of a head and the dtype has 16 bits, they add in
-    float32. Two more launches then round the sums.
+    With query splits, several thread blocks add to dK and dV of the same head. If the dtype has 16
+    bits, they add to float32 sums. Two more launches then round the sums to dK and dV.
     """
     unit, p, splits = decided.unit, request.problem, request.choices.query_splits
     tiles, spec = decided.tiles, decided.spec
@@ -318,9 +322,10 @@ def _rounding_of_fragments(request: Request) -> tuple[Launch, Buffer]:
 
 
 def _by_rows(request: Request, warps: int, keys: bool = False) -> tuple[int, int, int]:
-    """Return the grid of a kernel in which each warp takes one row of Q, or of K with ``keys``.
+    """Return the grid of a kernel in which each warp computes one row of Q.
 
-    ``warps`` is the number of warps of a thread block.
+    If ``keys`` is True, each warp computes one row of K instead. ``warps`` is the number of warps
+    of a thread block.
     """
     batch, heads, rows, _ = request.k_shape if keys else request.q_shape
     return ceil_div(rows, warps), heads, batch

@@ -1,9 +1,13 @@
 """Arrays that a caller's function captures, kept with the values that they had at the first call.
 
-A block mask or a backward pass calls a function again later. The caller may have changed a captured
-array in place since then. Small arrays are therefore copied. Larger arrays are watched: a call
-raises an error if such an array has changed. A larger array is copied too if it is on a GPU and not
-a torch tensor, or if torch does not count its changes.
+A block mask or a backward pass calls a ``score_mod`` or ``mask_mod`` again later. The caller may
+have changed a captured array in place since then. This module therefore copies or watches each
+captured array:
+
+- An array of at most 1 MiB is copied.
+- A larger array is watched: a call raises an error if the array has changed.
+- A larger array is copied too if changes cannot be detected quickly. These are GPU arrays of other
+  libraries than torch, and torch tensors for which torch does not count changes.
 """
 
 from __future__ import annotations
@@ -95,9 +99,11 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _state(found: Operand, value: Any, of_torch: bool) -> Callable[[], Any] | None:
-    """Return a function without arguments whose result changes when the array is changed.
+    """Return a function that returns a value which differs after each change of an array.
 
-    Return None if the array must be copied instead. ``of_torch`` says that it is a torch tensor.
+    The function takes no arguments. Return None if the array must be copied, because it is small or
+    its changes cannot be detected quickly. ``found`` is the operand of the array ``value``.
+    ``of_torch`` says whether ``value`` is a torch tensor.
     """
     if _nbytes(found) <= COPIED_BYTES:
         return None
@@ -129,10 +135,10 @@ def _nbytes(found: Operand) -> int:
 
 
 def _copy(found: Operand) -> Any:
-    """Return a copy of the array on the same device.
+    """Return a copy of an array on the same device.
 
-    The copy is a NumPy array for host memory. On a GPU, the copy is a torch tensor for a torch
-    tensor, and otherwise an array of Numba.
+    In host memory, the copy is a NumPy array. On a GPU, the copy of a torch tensor is a torch
+    tensor, and the copy of any other array is an array of Numba.
     """
     if found.library == "torch" and found.ordinal != HOST:
         return found.owner.detach().clone()

@@ -57,8 +57,8 @@ class Call(NamedTuple):
     seeds        seed and offset of dropout as 32-bit words
     block_mask   the ``BlockMask`` of the call, or None
     ordinal      number of the GPU
-    slot         index in ``pointers`` before which ``with_blocks`` inserts the addresses of the
-                 block mask's arrays. These addresses depend on the tiles of the launches
+    slot         index in ``pointers`` at which ``with_blocks`` inserts the addresses of the block
+                 mask's arrays. These addresses are not known before the tiles of the launches
     """
 
     key: tuple
@@ -91,13 +91,14 @@ class KeptCall:
     library     library of the results
     ordinal     number of the GPU
     context     CUDA context of the call, as ``device.current_context`` returns it
-    makers      functions that make new arrays for the results, except for ``out``
+    makers      one function for each new result. The function allocates the array of the result
     extents     (begin, end) of the bytes that each array of ``Call.pointers`` covers, relative to
                 the address of the array
     written     indices in ``Call.pointers`` of the arrays to which kernels write
-    checked     addresses in ``Call.pointers`` of the call that was recorded. At these addresses,
-                the written arrays overlapped no other array
-    tile        tile size for which the launches read a ``BlockMask``
+    checked     the field ``pointers`` of the recorded call. Its checks have found that no written
+                array overlaps another array
+    tile        tile size of the launches; None for a call that has no tiles. If the call has a
+                ``BlockMask``, kernels read the mask's arrays for this tile size
     """
 
     recording: LaunchRecord
@@ -204,11 +205,14 @@ def describe_call(
 def _add_arrays(
     arrays: Sequence[Any], key: list[Any], pointers: list[int]
 ) -> tuple[int, int] | None:
-    """Add the kinds of arrays to ``key``, and the addresses of the arrays to ``pointers``.
+    """Add the kind of each array to ``key``, and the address of each array to ``pointers``.
 
-    An array may be None, or a ``BlockMask``, whose arrays get their addresses later. Return the
-    number of the GPU, and the index in ``pointers`` of the arrays of the ``BlockMask``. Return None
-    if an array is not on a GPU, or needs the checks of the call.
+    The kind is described in ``arrays.address_and_kind``. ``arrays`` may also contain None or a
+    ``BlockMask``. ``Call.with_blocks`` inserts the addresses of the mask's arrays later.
+
+    Return a pair: the number of the GPU, and the index in ``pointers`` for the arrays of the
+    ``BlockMask``. Return None if an array is not on a GPU, or if only the checks of a first call
+    can decide whether it is valid.
     """
     ordinal, slot = HOST, 0
     for array in arrays:
@@ -230,10 +234,11 @@ def _add_arrays(
 
 
 def _add_function(name: str, function: Any, key: list[Any], arrays: list[Any]) -> bool:
-    """Add a caller's function to ``key``, and the arrays that it captures to ``arrays``.
+    """Add a caller's function and its captured numbers to ``key``.
 
-    ``name`` is the option that takes the function, such as "score_mod". Return False if the
-    function is invalid, so that the checks of the call must raise the error.
+    The arrays that the function captures are added to ``arrays``. ``name`` is the option that takes
+    the function, such as "score_mod". Return False if the function is invalid. The caller then runs
+    the checks of the call, which raise the error.
     """
     try:
         found = mods.captured(name, function)
@@ -244,9 +249,10 @@ def _add_function(name: str, function: Any, key: list[Any], arrays: list[Any]) -
 
 
 def _add_captured(found: mods.Captured, key: list[Any], arrays: list[Any]) -> None:
-    """Add a caller's function to ``key``, and the arrays that it captures to ``arrays``.
+    """Add a translated ``score_mod`` or ``mask_mod``, and its captured numbers, to ``key``.
 
-    ``found`` is the function in translated form, with the values that it captures.
+    The arrays that the function captures are added to ``arrays``. ``found`` contains the translated
+    function and its captured values.
     """
     mod, values = found
     key += (mod.option, mod)
@@ -319,8 +325,9 @@ def run_and_keep(
     inputs that the plan updates are then copied back.
 
     ``inputs`` maps the names in the plan's launches to the inputs. ``words`` maps names to integers
-    that change from call to call. The function ``run(arrays, stream)`` launches the kernels, where
-    ``arrays`` maps names to the inputs, the outputs and ``words``.
+    that are not part of the key of the launch cache, such as the seed of dropout. The function
+    ``run(arrays, stream)`` launches the kernels, where ``arrays`` maps names to the inputs, the
+    outputs and ``words``.
     """
     operands = list(inputs.values())
     library = operands[0]

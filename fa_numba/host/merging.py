@@ -1,7 +1,7 @@
 """Calls that merge attention results over parts of the keys: checks, plans and launches.
 
-``merge_all`` returns a new result. ``merge`` and ``add`` write the result to the first operand;
-rings use them.
+``merge_all`` returns a new result. ``merge`` and ``add`` overwrite the first operand with the
+result. Attention over a ring of GPUs uses ``merge`` and ``add``.
 """
 
 from __future__ import annotations
@@ -55,10 +55,11 @@ def merge_backward(
 def _whole(
     name: str, beside: Mapping[str, Any], outputs: Any, lses: Any, layout: Any, stream: Any
 ) -> list:
-    """Check the arguments, and return the results of ``merge_all`` or ``merge_backward``.
+    """Check ``outputs`` and ``lses``, and return the results of ``merge_all`` or
+    ``merge_backward``.
 
-    ``name`` is "merge" or "merge_backward". ``beside`` maps names to the arrays that the call takes
-    in addition to ``outputs`` and ``lses``.
+    ``name`` is "merge" or "merge_backward". ``beside`` maps names to the other arrays of the call,
+    such as "dout". It is empty for "merge".
     """
     for said, parts in (("outputs", outputs), ("lses", lses)):
         if not isinstance(parts, (list, tuple)):
@@ -157,11 +158,11 @@ def plan_of_merge(
 ) -> LaunchPlan:
     """Return the plan that merges ``parts`` results into O and L.
 
-    The first launch merges two parts, and each further launch merges one more part. Sums between
-    the launches are float32. ``sizes`` is (B, H, N, d) of a part. ``shapes`` are the shapes of O
-    and L in the caller's layout. ``dtype`` is the dtype of the parts and of O. ``aligned`` says
-    that all rows start at 16-byte addresses. ``_dlse`` is not used; it lets callers pass the
-    arguments of ``plan_of_merge_backward``.
+    The first launch merges two parts, and each further launch merges one more part. The results
+    between the launches are float32. ``sizes`` is (B, H, N, d) of a part. ``shapes`` are the shapes
+    of O and L in the caller's layout. ``dtype`` is the dtype of the parts and of O. ``aligned``
+    says whether all rows start at 16-byte addresses. ``_dlse`` is ignored. It exists because
+    ``plan_of_merge_backward`` is called with the same arguments.
     """
     batch, heads, rows, d = sizes
     grid = (blocks(rows, d, aligned), heads, batch)
@@ -193,8 +194,8 @@ def plan_of_merge_backward(
 
     The plan has one launch for each part. ``sizes`` is (B, H, N, d) of a part. ``shapes`` are the
     shapes of O and L in the caller's layout. ``dtype`` is the dtype of the parts and of O.
-    ``aligned`` says that all rows start at 16-byte addresses. ``dlse`` says that the loss has a
-    gradient of L.
+    ``aligned`` says whether all rows start at 16-byte addresses. ``dlse`` says whether the call
+    passes a gradient with respect to the merged L.
     """
     batch, heads, rows, d = sizes
     kernel = make_merge_backward(d, dtype, dlse, aligned)
@@ -241,9 +242,10 @@ def plan_of_merge_in_place(
     """Return the plan that merges y into x, or adds y to x. The result replaces x.
 
     ``sizes`` is (B, H, N, d), and ``dtypes`` are the dtypes of x and y. If ``lse`` is True, x and y
-    are weighted by their logsumexps. If ``lse`` is False, they are added. ``aligned`` says that the
-    rows of x and of y start at 16-byte addresses. If ``features`` contains ``q_lens``, y counts
-    only in valid rows.
+    are attention results, which are merged by their logsumexps. If ``lse`` is False, x and y are
+    added. ``aligned`` says whether the rows of x and of y start at 16-byte addresses. If
+    ``features`` contains ``q_lens``, a merge ignores y in rows past the valid length of a batch
+    entry.
     """
     batch, heads, rows, d = sizes
     how = (d, *dtypes, dtypes[0], aligned, features)

@@ -17,9 +17,10 @@ _OVERLAP_WORK: Any = 100_000
 
 
 def _addresses(memory: Operand) -> np.ndarray:
-    """Return a NumPy array with the addresses of an array on the host or on a GPU.
+    """Return a NumPy array that has the address, shape and strides of ``memory``.
 
-    The elements of the result must not be read.
+    ``memory`` may be on a GPU. Only the layout of the result may be used: its elements must not be
+    read.
     """
     interface: dict[str, Any] = {"data": (memory.pointer, True), "version": 3}
     interface |= {"shape": memory.shape, "strides": memory.strides}

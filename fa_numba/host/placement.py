@@ -122,8 +122,8 @@ def made_on(stream: Any, array: Any):
 def _current_stream_of_torch(ordinal: int) -> int:
     """Return the address of torch's current stream on the GPU with this ordinal.
 
-    torch's own compiler asks ``_cuda_getCurrentRawStream``, which makes no ``Stream`` object and is
-    twenty times as fast.
+    The function calls torch's internal function ``_cuda_getCurrentRawStream`` if it exists. This is
+    twenty times as fast as ``torch.cuda.current_stream``, because no ``Stream`` object is made.
     """
     torch = sys.modules["torch"]
     fast = getattr(getattr(torch, "_C", None), "_cuda_getCurrentRawStream", None)
@@ -131,14 +131,14 @@ def _current_stream_of_torch(ordinal: int) -> int:
 
 
 def stream_handle(stream: Any, q: Any) -> int:
-    """Return the address of a CUDA stream.
+    """Return the address of the CUDA stream on which a call runs.
 
-    This is the address of ``stream``. If ``stream`` is None, it is the address of the current
-    stream of q's library.
+    If ``stream`` is given, the result is the address of this stream. If ``stream`` is None, the
+    result is the address of the current stream of q's library. ``q`` is any object with the
+    attributes ``library`` and ``ordinal``.
 
-    ``q`` needs the attributes ``library`` and ``ordinal``. The address 0 stands for the default
-    stream, or for no stream on the emulator. Raises TypeError if ``stream`` is not a stream, and
-    ValueError for any stream on the emulator.
+    The address 0 stands for the default stream. On the emulator, the result is always 0. Raises
+    TypeError if ``stream`` is not a stream, and ValueError for any stream on the emulator.
     """
     if stream is None:
         if q.ordinal == HOST:

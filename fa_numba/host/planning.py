@@ -50,9 +50,10 @@ def _with_tiles(choices: Choices, tiles: Tiles) -> Choices:
 
 
 def again(request: Request, block_mask: Any = None) -> Plan:
-    """Return the plan of a stored request, for the device that the request names.
+    """Return the plan of a request that was stored with an earlier plan.
 
-    ``block_mask`` becomes the attribute ``block_mask`` of the plan.
+    The plan is for the device that the request names. ``block_mask`` becomes the attribute
+    ``block_mask`` of the plan. ``pickle`` calls this function when it loads a plan.
     """
     with planning_for(request):
         return replace(planned(request), block_mask=block_mask)
@@ -72,9 +73,10 @@ copyreg.pickle(Plan, lambda plan: (again, (plan.asked, plan.block_mask)))
 
 @functools.lru_cache(maxsize=1024)
 def planned(request: Request) -> Plan:
-    """Return the plan of a request for which no unit has been chosen yet. Plans are cached.
+    """Return the plan of a request. Plans are cached.
 
-    Raises ValueError for choices that no kernel supports for the problem and the device.
+    ``request`` contains no unit yet: this function chooses the unit. Raises ValueError for choices
+    that no kernel supports for the problem and the device.
     """
     _check_problem(request)
     asked = request
@@ -138,9 +140,10 @@ def _check_precision(request: Request) -> None:
 
 
 def _check_forward(request: Request, unit: Unit) -> tuple[str, ...]:
-    """Return the optimisations that ``ablate`` switches off, in the order of the unit.
+    """Check the choices of a forward pass, and return the optimisations to switch off.
 
-    Raise ValueError for choices that the unit does not support in a forward pass.
+    The optimisations are the names in ``ablate``, in the order in which ``unit`` lists them. Raise
+    ValueError for choices that the unit does not support in a forward pass.
     """
     choices, algorithm = request.choices, request.choices.algorithm
     with_it = f"with algorithm {algorithm!r} on unit {unit.name!r}"
@@ -171,7 +174,7 @@ def _check_forward(request: Request, unit: Unit) -> tuple[str, ...]:
 
 
 def _ablating(unit: Unit) -> set[str]:
-    """Return the algorithms for which ``ablate`` can switch off an optimisation of the unit."""
+    """Return the algorithms that have optimisations which ``ablate`` can switch off on a unit."""
     return {algorithm for owners in unit.measures.values() for algorithm in owners}
 
 
@@ -234,7 +237,9 @@ def _check_backward(request: Request, unit: Unit) -> None:
 
 
 def _check_captured(request: Request) -> None:
-    """Raise ValueError unless gradients of captured arrays are possible for the request."""
+    """Raise ValueError unless kernels can compute the gradients of arrays that ``score_mod``
+    captures.
+    """
     mod, choices = request.problem.score_mod, request.choices
     if mod is None:
         raise ValueError(

@@ -56,7 +56,7 @@ class Launch:
         grid : tuple of int
             Number of thread blocks along the three axes of the grid.
         **bound : Argument
-            Arguments with another name than the parameter, by the name of the parameter.
+            Maps the name of a parameter to its argument, for arguments with another name.
 
         Returns
         -------
@@ -176,10 +176,11 @@ class LaunchPlan:
 class Reasons(dict[str, str]):
     """Reasons for the choices in a plan: a dictionary from the name of a choice to a sentence.
 
-    ``print`` shows one line for each choice. The names are "unit" and "tiles". "fa2" also has
-    "kv_splits" in a forward pass, and "group_splits" in a backward pass. With a prefix, the names
-    for the pass over the prefix begin with "prefix: ". A backward pass on unit "wgmma" also has
-    "variant", which describes the variant of the kernel and the reason for it.
+    ``print`` shows one line for each choice. Every plan has the names "unit" and "tiles". A plan of
+    algorithm "fa2" also has "kv_splits" in a forward pass, and "group_splits" in a backward pass.
+    With a prefix, the names for the pass over the prefix begin with "prefix: ". A backward pass on
+    unit "wgmma" also has "variant", which describes the variant of the kernel and the reason for
+    it.
     """
 
     def __str__(self) -> str:
@@ -247,11 +248,12 @@ class Plan(LaunchPlan):
     uncounted : tuple of str
         Names of the arrays whose accesses are not counted, such as ``sinks`` and lengths.
     count : function
-        Function that computes ``accesses``, with the argument ``block_mask``.
+        Function that computes ``accesses``. Its argument ``block_mask`` says which tiles are
+        visited.
     request : Request
         Choices, problem and device that the plan was made for, with the unit that was chosen.
     asked : Request or None
-        The same request before a unit was chosen, with "auto" or None where the caller chose
+        The request before a unit was chosen. It contains "auto" or None where the caller chose
         nothing.
     decided : Decision
         Unit, tiles, compile-time constants and splits of the main kernel.
@@ -262,8 +264,8 @@ class Plan(LaunchPlan):
 
     Notes
     -----
-    A plan has two methods. ``compile`` compiles the kernels before the first call needs them. The
-    package makes a plan with ``of``.
+    The method ``compile`` compiles the kernels before the first call needs them. The class method
+    ``of`` makes a plan; fa_numba itself calls it.
 
     Examples
     --------
@@ -312,7 +314,8 @@ class Plan(LaunchPlan):
         workspace : sequence of Buffer
             Arrays of the workspace.
         count : function
-            Function that computes the accesses, with the argument ``block_mask``.
+            Function that computes the accesses. Its argument ``block_mask`` says which tiles are
+            visited.
         split_rows : int, default 0
             Number of rows of q that one thread block of "fa1" takes.
 

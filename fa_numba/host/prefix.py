@@ -7,7 +7,8 @@ arXiv 2402.05099, section 3; RelayAttention, arXiv 2402.14808):
 2. A forward pass over the own keys of each sequence, which may be in pages.
 3. A merge of the two results, by their logsumexps.
 
-Each row sees all keys of the prefix. It sees the own keys that it would see without a prefix.
+Each row sees all keys of the prefix. In addition, each row sees those own keys of its sequence that
+it would see without a prefix.
 """
 
 from __future__ import annotations
@@ -171,7 +172,8 @@ def _execute(plan: PrefixPlan, arguments: Binding, arrays: dict[str, Any], strea
 def _is_one_batch_entry(q: Operand | None, problem: Problem) -> bool:
     """Return whether the queries of all sequences can be read as rows of one batch entry.
 
-    The rows of a head must be at equal distances in memory. None means that q is contiguous.
+    This is possible if the rows of a head are at equal distances in memory, across all sequences.
+    ``q`` is the operand of the queries, or None for contiguous queries.
     """
     if problem.packed:
         return True

@@ -35,8 +35,9 @@ def row_sums(request: Request, clears: bool, fragments: bool = False) -> Launch:
 def gradients(request: Request, has_d: bool) -> tuple[list[Launch], list[Buffer]]:
     """Return the launches that compute the gradient of the sinks, and their workspace.
 
-    Both lists are empty without ``return_dsinks``. ``has_d`` says that another launch of the pass
-    computes the row sums D. If ``has_d`` is False, a launch and a buffer for D are added here.
+    Both lists are empty without ``return_dsinks``. ``has_d`` says whether another launch of the
+    pass computes the row sums D. If ``has_d`` is False, the lists also contain a launch that
+    computes D, and the buffer of D.
     """
     if not request.choices.return_dsinks:
         return [], []

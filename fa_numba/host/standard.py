@@ -131,9 +131,11 @@ def row_elements(Nk: int, limit: int, dtype: DType, max_warps: int, rows: int = 
     """Return the number of elements of shared memory that a kernel reserves for a row of S.
 
     ``Nk`` is the length of a row. ``rows`` is the number of rows that a thread block keeps in
-    shared memory, and ``limit`` is the size of the shared memory in bytes. The result is a power of
-    two if it fits, so that few different kernels are compiled. The result is 0 if the rows and two
-    float32 numbers for each of ``max_warps`` warps do not fit.
+    shared memory, and ``limit`` is the size of the shared memory in bytes. Normally the result is
+    ``Nk`` rounded up to a power of two, and at least 256, so that few different kernels are
+    compiled. If the shared memory is smaller, the result is the largest number that fits. If ``Nk``
+    elements do not fit, the result is 0. The kernel also needs two float32 numbers for each of
+    ``max_warps`` warps.
     """
     most = (limit - 8 * max_warps) // (16 * rows) * dtype.chunk  # a multiple of 16 bytes
     if most < Nk:
@@ -142,8 +144,9 @@ def row_elements(Nk: int, limit: int, dtype: DType, max_warps: int, rows: int = 
 
 
 def row_warps(Nk: int, dtype: DType, max_warps: int) -> int:
-    """Return the number of warps that share a row of S. Each thread takes about 16 bytes.
+    """Return the number of warps that share a row of S.
 
-    The number is a power of two, or ``max_warps``.
+    The number is a power of two up to ``max_warps``, or ``max_warps``. Below ``max_warps``, each
+    thread takes about 16 bytes of the row. ``Nk`` is the length of the row.
     """
     return min(max_warps, max(1, power_of_two(Nk) // (32 * dtype.chunk)))
