@@ -1,7 +1,9 @@
 """Helpers of all intrinsics: addresses of array elements, inline PTX, links to emulations.
 
-The functions generate LLVM IR when Numba compiles a kernel. `context` and `builder` are those of
-Numba's code generation. `ty` and names that end in `_ty` are Numba types.
+The functions generate LLVM IR when Numba compiles a kernel. `context` and `builder` are objects of
+Numba's code generation. `ty` and names that end in `_ty` are Numba types. "Signature and code" of
+an intrinsic are what Numba needs to compile a call: the types of the arguments and of the result,
+and a function that generates the instructions.
 """
 
 from llvmlite import ir
@@ -61,8 +63,9 @@ def to_i32(context, builder, value, ty):
 def shared_pointer(context, builder, array_ty, array, index, index_ty):
     """Return an LLVM pointer to element `index` of a 1-D shared array (address space 3).
 
-    If the index has 64 bits, the compiler can put a constant part of it into the instruction's
-    offset. If it has 32 bits, the compiler cannot, because a 32-bit sum may wrap around.
+    If the index has 64 bits, the compiler can put a constant part of the index into the
+    instruction's offset. If the index has 32 bits, the compiler cannot, because a 32-bit sum may
+    wrap around.
     """
     data = context.make_array(array_ty)(context, builder, array).data
     base = builder.addrspacecast(data, data.type.pointee.as_pointer(SHARED))
@@ -81,8 +84,9 @@ def shared_address(context, builder, array_ty, array, index, index_ty):
 def global_pointer(context, builder, array_ty, array, *places, contiguous=False):
     """Return an LLVM pointer to an element of an array with any strides (address space 1).
 
-    `places` contains an index and its Numba type for each axis. If `contiguous`, the last axis is
-    contiguous, which saves the multiplication by its stride.
+    `places` contains two values for each axis: the index of the element, and the Numba type of the
+    index. If `contiguous` is true, the last axis must be contiguous. The address is then computed
+    without a multiplication by the stride of this axis.
     """
     view = context.make_array(array_ty)(context, builder, array)
     strides = cgutils.unpack_tuple(builder, view.strides)
@@ -111,9 +115,9 @@ def ptx(
     side_effect=True,
     convergent=False,
 ):
-    """Insert inline PTX; return its results.
+    """Insert inline PTX into the code, and return its results.
 
-    The operands $0, $1, ... of the text are the results, and then `args`.
+    In `text`, the operands $0, $1, ... are first the results, and then `args`.
 
     Parameters
     ----------
@@ -130,11 +134,13 @@ def ptx(
     tied : int
         The last `tied` of `args` use the same registers as the results.
     memory : bool
-        Whether no access to memory may move past the PTX.
+        Whether the compiler must keep the order of the PTX and of all accesses to memory.
     side_effect : bool
-        Whether the compiler must neither remove nor move the PTX, nor execute it less often.
+        Whether the compiler must keep the PTX where it is. If False, the compiler may remove or
+        move the PTX, or execute it less often.
     convergent : bool
-        Whether threads execute the PTX together, so that it may not move into a branch.
+        Whether several threads must execute the PTX together. If so, the compiler does not move the
+        PTX into a branch.
     """
     several = isinstance(results, list)
     types_given = results if several else [results] * (results is not None)
@@ -149,11 +155,11 @@ def ptx(
 
 
 def of_registers(text, ty, *given, returns=None, side_effect=False):
-    """Return signature and code of an intrinsic whose PTX uses registers only.
+    """Return signature and code of an intrinsic whose PTX uses registers only, and no memory.
 
-    `text` is the PTX. `given` are the Numba types of the arguments. If one of them is not `ty`, the
-    result is None. `returns` is the Numba type of the result; if it is None, the type is `ty`.
-    `side_effect` is described in `ptx`.
+    `text` is the PTX. `given` are the Numba types of the arguments of the call. Each of them must
+    be `ty`, otherwise this function returns None. `returns` is the Numba type of the result. None
+    means that the result has the type `ty`. `side_effect` is described in `ptx`.
     """
     if any(x != ty for x in given):
         return None
@@ -170,10 +176,12 @@ def of_registers(text, ty, *given, returns=None, side_effect=False):
 def at_global(text, element, array, row, col, *values, contiguous=True):
     """Return signature and code of an intrinsic whose PTX accesses array[row, col].
 
-    The array is in global memory. In the PTX, $0 is the address of the element, and $1, $2, ... are
-    `values`. If the PTX begins with ``@p``, the last of `values` is a bool, and instructions marked
-    ``@p`` are executed only if it is true. `element` is the Numba type that the elements must have.
-    `contiguous` is described in `global_pointer`.
+    The array is in global memory. `element` is the Numba type that its elements must have. In the
+    PTX `text`, $0 is the address of the element, and $1, $2, ... are `values`.
+
+    If `text` begins with ``@p``, the last of `values` must be a bool. Instructions with the prefix
+    ``@p`` are then executed only if this bool is true. `contiguous` is described in
+    `global_pointer`.
     """
     if not _is_array(array, 2, element):
         return None
@@ -254,7 +262,8 @@ def vector_load(array, *places, space, element, vector, returns):
         vector    LLVM type of the access
         returns   Numba type of the result: a tuple or a number
 
-    If `array` is not such an array, the result is None.
+    If `array` is not an array of `element` with one index in `places` for each axis, the result is
+    None.
     """
     if not _fits(array, places, space, element):
         return None
@@ -295,7 +304,7 @@ def vector_store(array, *places, space, element, vector, values):
 
 
 def _bytes(vector):
-    """Return the number of bytes of an LLVM type: 4 per element."""
+    """Return the size in bytes of an LLVM type: int32 or float, or a vector of them."""
     return 4 * getattr(vector, "count", 1)
 
 

@@ -1,7 +1,8 @@
 """Compiled loops for emulations: the elements of matrices that each lane of a warp holds.
 
-An array over the lanes contains all 32 lanes of each warp. Lane l of a warp has the group l // 4
-and the place l % 4. The layout of fragments is described in matrix.py.
+The last axis of an array of registers counts lanes, 32 for each warp. In the loops, lane l of a
+warp has g = l // 4 and t = 2 (l % 4). In the matrices A and C, g is the lane's first row, and t is
+the lane's first column. matrix.py describes this layout of fragments.
 """
 
 from fa_numba.emulator import compiling
@@ -32,10 +33,10 @@ def operands(values, a0, a1, a2, a3, b0, b1, A, B):
 
 @compiled
 def sums(C, product, made):
-    """Compute made = C + product for the fragments of all lanes, in single precision.
+    """Compute made = C + product in float32, for the fragments of all lanes.
 
-    `C` and `made` have the shape (4, lanes). `product`: (warps, 16, 8) contains one matrix per
-    warp.
+    `C` and `made` have the shape (4, lanes): the four elements of the result that each lane holds.
+    `product`: (warps, 16, 8) contains one complete matrix per warp.
     """
     for k in range(C.shape[1]):
         w, g, t = k // WARP, k % WARP // 4, k % 4 * 2

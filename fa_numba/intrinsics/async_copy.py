@@ -1,8 +1,9 @@
 """Asynchronous copies from global to shared memory: ``cp.async`` (PTX ISA, sm_80 and later).
 
-The copying thread commits its copies to a group, and waits for groups. Other threads see the copied
-data after this wait and a barrier. On GPUs with a compute capability below 8.0, copies of float32
-go through registers and are complete at once. The functions that commit and wait then do nothing.
+A thread starts copies, closes a group of copies by ``commit_async``, and waits for its groups by
+``wait_async``. Other threads see the copied data after this wait and a barrier. On GPUs with a
+compute capability below 8.0, copies of float32 go through registers and are complete at once.
+``commit_async`` and ``wait_async`` then do nothing.
 """
 
 from numba.core import types
@@ -49,7 +50,11 @@ def _through_registers(width):
 
 
 def _copy(width, element_bytes=4):
-    """Return the function that types and compiles a copy of up to `width` elements."""
+    """Return a function that Numba calls to compile a copy of up to `width` elements.
+
+    The function takes the Numba types of the arguments, and returns signature and code of the copy.
+    `element_bytes` is the size of an element: 4 for float32, 2 for 16-bit floats.
+    """
     size = width * element_bytes
     operation = "cp.async.cg" if size == 16 else "cp.async.ca"
     instruction = f"{operation}.shared.global [$0], [$1], {size}, $2;"
@@ -77,7 +82,7 @@ def _copy(width, element_bytes=4):
 
 
 def _copied(n):
-    """Return the emulation of a copy of up to n elements."""
+    """Return the emulation of a copy of up to `n` elements."""
 
     def emulation(dst, index, src, *place_and_count):
         *place, count = place_and_count
@@ -103,9 +108,9 @@ def copy4_async(typingctx, dst, index, src, row, col, count):
 def copy1_async(typingctx, dst, index, src, row, col, count):
     """Start copying one float, src[row, col], to dst[index].
 
-    ``count`` (int32) is 1 or 0. If it is 0, dst[index] becomes zero, and ``src`` is not read.
-    ``dst`` is a 1-D shared float32 array. ``src`` is a 2-D global float32 array with any alignment
-    and strides.
+    ``count`` (int32) is 1 or 0. If ``count`` is 0, dst[index] becomes zero, and ``src`` is not
+    read. ``dst`` is a 1-D shared float32 array. ``src`` is a 2-D global float32 array with any
+    alignment and strides.
     """
     return _copy(1)(typingctx, dst, index, src, row, col, count=count)
 
@@ -116,8 +121,8 @@ def copy8_async(typingctx, dst, index, src, row, col, count):
     """Start copying src[row, col .. col + count - 1] to dst[index .. index + count - 1].
 
     The elements of dst up to index + 7 that are not copied become zero. ``dst`` is a 1-D shared
-    uint16 array, and ``src`` a 2-D global uint16 array: they contain the bits of 16-bit floats.
-    Both addresses must be multiples of 16 bytes. ``count`` (int32) is 0 to 8.
+    uint16 array, and ``src`` a 2-D global uint16 array. Both arrays contain the bits of 16-bit
+    floats. Both addresses must be multiples of 16 bytes. ``count`` (int32) is 0 to 8.
     """
     return _copy(8, 2)(typingctx, dst, index, src, row, col, count=count)
 
@@ -137,8 +142,8 @@ def copy8_of_head_async(typingctx, dst, index, src, row, head, col, count):
 def copy_value_async(typingctx, dst, index, src, row, count):
     """Start copying one float, src[row], to dst[index].
 
-    ``count`` (int32) is 1 or 0. If it is 0, dst[index] becomes zero, and ``src`` is not read.
-    ``dst`` is a 1-D shared float32 array, and ``src`` a 1-D global float32 array.
+    ``count`` (int32) is 1 or 0. If ``count`` is 0, dst[index] becomes zero, and ``src`` is not
+    read. ``dst`` is a 1-D shared float32 array, and ``src`` a 1-D global float32 array.
     """
     return _copy(1)(typingctx, dst, index, src, row, count=count)
 

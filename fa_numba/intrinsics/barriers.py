@@ -25,7 +25,7 @@ _ALLOWED = {"barrier": range(1, 16), "threads": range(32, 1025, 32)}
 
 
 def _refused(name, value):
-    """Return the error message for the value of the argument `name`; "" if the value is allowed."""
+    """Return an error message if `value` is not allowed for the argument `name`, otherwise ""."""
     allowed = _ALLOWED[name]
     what = f"a multiple of {allowed.step}" if allowed.step > 1 else "an integer"
     text = f"{name} must be {what} from {allowed[0]} to {allowed[-1]}, got {value}"
@@ -33,9 +33,9 @@ def _refused(name, value):
 
 
 def _barrier(instruction, barrier, threads):
-    """Return signature and code of a ``bar`` instruction for some threads.
+    """Return signature and code of the instruction ``bar.sync`` or ``bar.arrive``.
 
-    `barrier` and `threads` are the Numba types of the arguments.
+    `barrier` and `threads` are the Numba types of the arguments of the call.
     """
     operands = {"barrier": barrier, "threads": threads}
     for name, ty in operands.items():
@@ -63,7 +63,10 @@ def _barrier(instruction, barrier, threads):
 
 
 def _emulation(operation, waits):
-    """Return the emulation of a ``bar`` instruction; `operation` is its name, for messages."""
+    """Return the emulation of ``bar.sync`` (`waits` is True) or ``bar.arrive`` (`waits` is False).
+
+    `operation` is the name of the intrinsic, for error messages.
+    """
 
     def emulation(barrier, threads):
         context = emulator.current()
@@ -84,8 +87,8 @@ def sync_named(typingctx, barrier, threads):
     """Wait at ``barrier`` until ``threads`` threads have arrived: ``bar.sync``.
 
     ``threads`` includes the calling threads. It is a multiple of 32, and equal in all threads that
-    arrive. ``barrier`` is 1 to 15. Both are int32, uint32 or constants. All lanes of a warp must
-    make the call together.
+    arrive at this barrier. ``barrier`` is 1 to 15. Both arguments are int32, uint32 or constants.
+    All lanes of a warp must make the call together.
     """
     return _barrier("bar.sync", barrier, threads)
 

@@ -1,6 +1,6 @@
-"""Operations on the two 16-bit halves of 32-bit words. From sm_90 on, they are instructions.
+"""Operations on the two 16-bit halves of 32-bit words, as unsigned numbers.
 
-The halves are unsigned.
+The PTX instructions are ``max.u16x2``, ``add.u16x2`` and ``min.u16x2``, which need sm_90.
 """
 
 import numpy as np
@@ -29,10 +29,10 @@ def _larger_halves(words, than, less):
 @emulated_by(_larger_halves)
 @intrinsic
 def larger_halves(typingctx, words, than, less):
-    """Compare the two halves of ``words`` with the halves of ``than``.
+    """Return in each half 1 if the half of ``words`` is larger than the half of ``than``, else 0.
 
-    In the result, a half is 1 if the half of ``words`` is larger than the half of ``than``, else 0.
-    All halves are unsigned 16-bit numbers. The caller also passes ``less``. Each half of ``less``
-    must be the negative of the half of ``than``, modulo 2^16.
+    All halves are unsigned 16-bit numbers. Each half of ``less`` must be the negative of the half
+    of ``than``, modulo 2^16. The caller computes ``less`` once for many words. The result is
+    min(max(words, than) + less, 1) in each half.
     """
     return of_registers(_TEXT, types.uint32, words, than, less)

@@ -6,10 +6,9 @@
 
 The instructions exist from sm_80 on, except for stmatrix. They are described in the PTX ISA.
 
-Each lane of a warp holds a part of each matrix in its registers, a fragment. Lane l has the group
-g = l // 4 and the place t = l % 4. A register (uint32) contains two 16-bit floats, the element with
-the lower index in the lower half. The fragments of lane l are (PTX ISA, "Matrix fragments for
-mma.m16n8k16"):
+Each lane of a warp holds a part of each matrix in its registers, a fragment. Let g = l // 4 and t =
+l % 4 for lane l. A register (uint32) contains two 16-bit floats, the element with the lower index
+in the lower half. The fragments of lane l are (PTX ISA, "Matrix fragments for mma.m16n8k16"):
 
     A, 16 x 16   a0 = A[g, 2t .. 2t+1]        a1 = A[g+8, 2t .. 2t+1]
                  a2 = A[g, 2t+8 .. 2t+9]      a3 = A[g+8, 2t+8 .. 2t+9]
@@ -43,10 +42,10 @@ _FULL = 0xFFFFFFFF
 
 
 def _load_tiles(transposed):
-    """Return the emulation of ``ldmatrix``.
+    """Return the emulation of ``ldmatrix``, or of ``ldmatrix.trans`` if `transposed` is True.
 
-    Each lane reads one row. The elements of all rows are then distributed to the lanes.
-    `transposed` says whether each 8 x 8 tile is transposed.
+    In the emulation, each lane reads one row of an 8 x 8 tile. The elements of all rows are then
+    distributed to the lanes.
     """
 
     def words_of_lanes(row):
@@ -69,7 +68,10 @@ def _load_tiles(transposed):
 
 
 def _ldmatrix(suffix):
-    """Return the function that types and compiles ``ldmatrix`` with a suffix, such as ".trans"."""
+    """Return a function that Numba calls to compile ``ldmatrix`` with a suffix, such as ".trans".
+
+    The function takes the Numba types of the arguments, and returns signature and code.
+    """
     instruction = f"ldmatrix.sync.aligned.m8n8.x4{suffix}.shared.b16 {{$0,$1,$2,$3}}, [$4];"
 
     def build(typingctx, array, index):
@@ -91,9 +93,9 @@ def _ldmatrix(suffix):
 def ldmatrix(typingctx, array, index):
     """Load four 8 x 8 tiles of 16-bit elements by ``ldmatrix.x4``; return a tuple of four uint32.
 
-    Each lane passes the index of one row of ``array``, a 1-D shared uint16 array. Lane l passes the
-    index of row l % 8 of tile l // 8. ``index`` must be a multiple of 8. For each tile, the lane
-    gets the elements [g, 2t .. 2t+1].
+    Lane l passes the index of row l % 8 of tile l // 8 in ``array``, a 1-D shared uint16 array.
+    ``index`` must be a multiple of 8. Word m of the result contains two neighbouring elements of
+    tile m: row l // 4, and the columns from 2 (l % 4) on.
     """
     return _ldmatrix("")(typingctx, array, index)
 
@@ -101,18 +103,19 @@ def ldmatrix(typingctx, array, index):
 @emulated_by(_load_tiles(True))
 @intrinsic
 def ldmatrix_transposed(typingctx, array, index):
-    """Load four 8 x 8 tiles and transpose each; return a tuple of four uint32.
+    """Load four 8 x 8 tiles and transpose each tile; return a tuple of four uint32.
 
-    For each tile, the lane gets the elements [2t .. 2t+1, g]. The arguments are those of
-    ``ldmatrix``.
+    Word m of the result of lane l contains two elements of tile m in memory: the rows from 2 (l %
+    4) on, and column l // 4. The arguments are those of ``ldmatrix``.
     """
     return _ldmatrix(".trans")(typingctx, array, index)
 
 
 def _rows_of_tiles(values, present, mask):
-    """Return the four words that each lane stores, which are one row of an 8 x 8 tile.
+    """Exchange words between the lanes of a warp, as ``stmatrix`` does before it stores.
 
-    Lane l of a warp stores row l % 8 of tile l // 8.
+    `values` are the words w0 to w3 of all lanes. The result contains the four words that lane l of
+    a warp stores: row l % 8 of tile l // 8.
     """
     tiles = np.stack(values).reshape(4, -1, 8, 4)  # tile, warp, row, word of the row
     return tuple(tiles.transpose(3, 1, 0, 2).reshape(4, -1, _WARP))
@@ -129,9 +132,9 @@ def _stmatrix(array, index, w0, w1, w2, w3):
 def stmatrix(typingctx, array, index, w0, w1, w2, w3):
     """Store four 8 x 8 tiles of 16-bit elements by ``stmatrix.x4`` (sm_90).
 
-    Each lane passes the index of one row of ``array``, a 1-D shared uint16 array. Lane l passes the
-    index of row l % 8 of tile l // 8. ``index`` must be a multiple of 8. Words w0 to w3 contain the
-    lane's elements [g, 2t .. 2t+1] of tiles 0 to 3.
+    Lane l passes the index of row l % 8 of tile l // 8 in ``array``, a 1-D shared uint16 array.
+    ``index`` must be a multiple of 8. The words w0 to w3 contain elements of the tiles 0 to 3. In
+    each tile, lane l passes the elements of row l // 4, at the columns 2 (l % 4) and 2 (l % 4) + 1.
     """
     words = (w0, w1, w2, w3)
     if not is_half_array(array, 1) or any(word != types.uint32 for word in words):
@@ -169,7 +172,10 @@ NUMBERS = {
 
 
 def _multiply(numbers):
-    """Return the emulation of a product. `numbers` maps the 16 bits of an element to its value."""
+    """Return the emulation of a matrix product, ``mma_f16`` or ``mma_bf16``.
+
+    `numbers` is an array: element n is the value of the 16-bit float with the bits n.
+    """
 
     def product(words, c):
         lanes = words[0].size
@@ -203,7 +209,11 @@ def _multiply(numbers):
 
 
 def _mma(kind):
-    """Return the function that types and compiles a product. `kind` is "f16" or "bf16"."""
+    """Return a function that Numba calls to compile a product by ``mma.sync``.
+
+    The function takes the Numba types of the arguments, and returns signature and code. `kind` is
+    "f16" or "bf16", the format of A and B.
+    """
     instruction = (
         f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 "
         "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$0,$1,$2,$3};"
@@ -241,9 +251,10 @@ def _mma(kind):
 def mma_f16(typingctx, rC, low, high, a0, a1, a2, a3, b0, b1):
     """Compute C += A B for the matrices of a warp by ``mma.sync.m16n8k16``.
 
-    A and B are float16, and C is float32. a0 to a3, b0 and b1 are uint32 fragments, see the
-    module's table. C is in the local float32 array ``rC``: c0 and c1 are the elements low and low +
-    1, c2 and c3 the elements high and high + 1.
+    A and B are float16, and C is float32. a0 to a3 and b0 to b1 are the lane's fragments of A and B
+    as uint32, in the layout that this module describes. The lane's part of C is in the local
+    float32 array ``rC``: c0 and c1 are the elements low and low + 1, and c2 and c3 are the elements
+    high and high + 1.
     """
     return _mma("f16")(typingctx, rC, low, high, a0, a1, a2, a3, b0, b1)
 
@@ -281,14 +292,14 @@ def _packed(to_bits):
 
 
 def _bits_f16(x):
-    """Return the bits of the nearest float16 numbers."""
+    """Return the bits of the float16 numbers that are nearest to the numbers in `x`."""
     return x.astype(np.float16).view(np.uint16).astype(np.int64)
 
 
 def _bits_bf16(x):
-    """Return the bits of the nearest bfloat16 numbers, with ties to even.
+    """Return the bits of the bfloat16 numbers that are nearest to the numbers in `x`.
 
-    NaN becomes the NaN that ``cvt`` returns.
+    Ties are rounded to even. NaN becomes the NaN that the instruction ``cvt`` returns.
     """
     bits = x.view(np.uint32).astype(np.int64)
     return np.where(x != x, 0x7FFF, bits + 0x7FFF + (bits >> 16 & 1) >> 16)
@@ -317,7 +328,7 @@ def pack_bf16(typingctx, low, high):
 def _positive(to_bits):
     """Return the emulation of a conversion in which negative numbers become 0.
 
-    `to_bits` is the emulation without this change.
+    `to_bits` is the emulation of the same conversion with negative numbers.
     """
 
     def emulation(low, high):
@@ -352,7 +363,10 @@ _UNPACK = {
 
 
 def _unpacked(to_float):
-    """Return the emulation of the conversion from a word to two float32."""
+    """Return the emulation of the conversion of a pair of 16-bit floats to two float32.
+
+    `to_float` converts an array of 32-bit words to the float32 numbers in their halves.
+    """
 
     def emulation(word):
         words = np.atleast_1d(np.asarray(word)).astype(np.uint32)

@@ -1,10 +1,13 @@
 """Barriers in shared memory that count arrivals and bytes: ``mbarrier`` (PTX ISA, sm_90).
 
-A barrier is an element of a shared uint64 array. A phase of the barrier ends when two conditions
-are met. The number of threads that have arrived is the number that ``init_mbarrier`` was given.
-Copies have delivered all bytes that ``expect_bytes`` announced. The next phase then begins. A
-thread waits for the end of a phase by the parity of the phase: 0 for the first phase, 1 for the
-second phase, then 0 again, and so on.
+A barrier is an element of a shared uint64 array. A phase of the barrier ends when both of these
+conditions are met:
+
+- As many threads have arrived as ``init_mbarrier`` was given.
+- Copies have delivered all bytes that ``expect_bytes`` announced.
+
+The next phase then begins. A thread waits for the end of a phase by the parity of the phase: 0 for
+the first phase, 1 for the second phase, then 0 again, and so on.
 """
 
 from llvmlite import ir
@@ -27,9 +30,10 @@ def mbarrier_tile(typingctx, offset, length):
 
 
 def _statement(instruction):
-    """Return the function that types and compiles an instruction for a barrier.
+    """Return a function that Numba calls to compile an instruction for a barrier.
 
-    In the PTX, $0 is the address of barriers[index], and $1, $2, ... are integer arguments.
+    The function takes the Numba types of the arguments, and returns signature and code. In the PTX
+    `instruction`, $0 is the address of barriers[index], and $1, $2, ... are integer arguments.
     """
 
     def build(typingctx, barriers, index, *values):

@@ -34,9 +34,10 @@ _HALVES = {"space": SHARED, "element": types.uint16}
 
 
 def _tile(element, ir_type, offset, length):
-    """Return signature and code of a 1-D array in dynamic shared memory.
+    """Return signature and code of an intrinsic that returns a 1-D array in dynamic shared memory.
 
-    `offset` and `length` are the Numba types of the first element and of the number of elements.
+    `element` is the Numba type and `ir_type` the LLVM type of an element. `offset` and `length` are
+    the Numba types of the arguments of the intrinsic.
     """
     if not (isinstance(offset, types.Integer) and isinstance(length, types.IntegerLiteral)):
         return None
@@ -78,8 +79,8 @@ def _tile(element, ir_type, offset, length):
 def shared_tile(typingctx, offset, length):
     """Return a 1-D float32 array of ``length`` elements in dynamic shared memory.
 
-    ``offset`` is the first element. It must be a multiple of 4, so that accesses of 16 bytes are
-    aligned. ``length`` is a compile-time constant.
+    The array begins at byte 4 * ``offset``. ``offset`` must be a multiple of 4, so that accesses of
+    16 bytes are aligned. ``length`` is a compile-time constant.
     """
     return _tile(types.float32, F32, offset, length)
 
@@ -89,8 +90,8 @@ def shared_tile(typingctx, offset, length):
 def half_tile(typingctx, offset, length):
     """Return a 1-D uint16 array of ``length`` elements in dynamic shared memory.
 
-    The elements are the bits of 16-bit floats. ``offset`` is the first element, a multiple of 8.
-    ``length`` is a compile-time constant.
+    The elements are the bits of 16-bit floats. The array begins at byte 2 * ``offset``. ``offset``
+    must be a multiple of 8. ``length`` is a compile-time constant.
     """
     return _tile(types.uint16, ir.IntType(16), offset, length)
 
@@ -100,7 +101,7 @@ def half_tile(typingctx, offset, length):
 def index_tile(typingctx, offset, length):
     """Return a 1-D uint32 array of ``length`` elements in dynamic shared memory.
 
-    ``offset`` is the first element. ``length`` is a compile-time constant.
+    The array begins at byte 4 * ``offset``. ``length`` is a compile-time constant.
     """
     return _tile(types.uint32, I32, offset, length)
 

@@ -5,17 +5,18 @@ and B are in 16 bits. B is in shared memory, and A is in shared memory or in reg
 
 An operand in shared memory is stored in panels. A panel has 64 columns of 16 bits, so that a row
 has 128 bytes. The panels are stored one after the other, and begin at multiples of 1024 bytes. The
-chunks (16 bytes) of a row are permuted by the 128-byte swizzle: chunk c of row r is at chunk c ^ r
-% 8. Boxes that ``bulk_copy`` loads have this layout.
+chunks (16 bytes) of a row are permuted by the 128-byte swizzle: chunk c of row r is stored at
+position c ^ (r % 8). Boxes that ``bulk_copy`` loads have this layout.
 
 A product is still in progress when the call returns. Until ``wait_products``, no thread may access
 C or write an operand. Writes of threads to shared memory are visible to a product only after
 ``fence_async_proxy`` and a barrier.
 
-C is distributed over the threads like S in the unit "mma". Thread t of a warpgroup has the rows 16
-w + g and 16 w + g + 8 of C, with w = t // 32 and g = t % 32 // 4. Of each 8 columns, it has the
-columns 2 (t % 4) and 2 (t % 4) + 1. Registers 0 to n/4 - 1 contain the first row, and registers n/4
-to n/2 - 1 the second row (PTX ISA, "Register Fragments").
+C is distributed over the threads as by ``mma.sync``. Let w = t // 32 and g = t % 32 // 4 for thread
+t of a warpgroup. The thread holds elements of two rows of C: 16 w + g and 16 w + g + 8. In each
+group of 8 columns, it holds the columns 2 (t % 4) and 2 (t % 4) + 1. Elements 0 to n/4 - 1 of the
+local array of C contain the first row, and elements n/4 to n/2 - 1 the second row (PTX ISA,
+"Register Fragments").
 """
 
 from collections.abc import Sequence
@@ -48,10 +49,10 @@ def literals(*given):
 
 
 def _descriptor(builder, address, leading):
-    """Return the descriptor of an operand at an address of shared memory (an int64 value).
+    """Return the descriptor of an operand in shared memory, an int64 value.
 
-    `leading` is the number of bytes from one panel to the next, for steps of the instruction that
-    cross panels (PTX ISA, "Matrix descriptor").
+    `address` is the address of the operand. `leading` is the number of bytes from one panel to the
+    next panel, for instructions that read several panels (PTX ISA, "Matrix descriptor").
     """
     low = builder.and_(builder.lshr(address, I32(4)), I32(0x3FFF))
     fixed = (leading >> 4) << 16 | (_GROUP_BYTES >> 4) << 32 | _SWIZZLE_128
@@ -59,11 +60,13 @@ def _descriptor(builder, address, leading):
 
 
 def _step(k: int, rows: int, across: bool) -> int:
-    """Return the number to add to an operand's descriptor for step k of the sum.
+    """Return the number to add to an operand's descriptor for step k of a product.
 
-    The number is in units of 16 bytes. One step is 16 terms of the sum. It moves along the rows of
-    a panel. If `across` is set, the operand is stored transposed, and a step moves to later rows of
-    the panel. `rows` is the number of rows of a panel.
+    Each element of C is a sum of products. One step adds 16 terms to this sum. The number is the
+    distance of the step's first element from the operand's first element, in units of 16 bytes.
+
+    Normally a step reads 16 columns of a panel. If `across` is set, the operand is stored
+    transposed, and a step reads 16 rows of each panel. `rows` is the number of rows of a panel.
     """
     if across:
         return k * STEP * ROW_BYTES >> 4
@@ -71,10 +74,11 @@ def _step(k: int, rows: int, across: bool) -> int:
 
 
 def _places(n: int) -> list[int]:
-    """Return where the registers of the instruction are stored in the local array of C.
+    """Return, for each register of the instruction, its index in the local array of C.
 
-    C has `n` columns. Entry e of the result is for the instruction's register e, in the order of
-    the PTX ISA. The entry is the index of this register's element in the local array.
+    C has `n` columns, so that the instruction has n / 2 registers per thread. Entry e of the result
+    is for register e in the order of the PTX ISA. The local array contains all elements of the
+    thread's first row of C, and then all elements of its second row.
     """
     return [e // 2 % 2 * (n // 4) + 2 * (e // 4) + e % 2 for e in range(n // 2)]
 
@@ -85,14 +89,14 @@ def _listed(first: int, count: int) -> str:
 
 
 def _call(context, builder, rC, C, n, adds, inputs, text):
-    """Insert the instructions of a product into the code.
+    """Generate the code of a product.
 
     rC, C     Numba type and value of the local array of C
     n         number of columns of C
     adds      the product is added to C if `adds` is not 0
     inputs    operands of the PTX that follow the registers of C
-    text      function that yields the instructions. The argument is the number of the first
-              operand of `inputs` in the PTX.
+    text      function that yields the instructions. Its argument is the number of registers of C,
+              which is the number of the first operand of `inputs` in the PTX
     """
     data = context.make_array(rC)(context, builder, C).data
     places = [builder.gep(data, [I32(place)]) for place in _places(n)]
@@ -104,7 +108,7 @@ def _call(context, builder, rC, C, n, adds, inputs, text):
 
 
 def _replaced(builder, code, places, given, tied):
-    """Insert PTX that changes registers, and store the new values.
+    """Generate code that executes PTX with registers as results, and stores the results.
 
     All threads of a warpgroup execute the PTX `code` together. Its results are stored to the
     pointers `places`. `given` are the operands that the PTX reads. The last `tied` of them are in
@@ -118,9 +122,9 @@ def _replaced(builder, code, places, given, tied):
 def _instruction(kind: str, n: int, a: str, across: Sequence[int], adds: bool) -> str:
     """Return the PTX of one step of a product with `n` columns.
 
-    `kind` is "f16" or "bf16". `a` is the text of the operand A. `across` contains 0 or 1 for each
-    operand in shared memory: 1 if the operand is stored transposed. `adds` says whether the step
-    adds to C.
+    `kind` is "f16" or "bf16". `a` is the PTX text of the operand A, a descriptor or a list of
+    registers. `across` contains 0 or 1 for each operand in shared memory: 1 if the operand is
+    stored transposed. `adds` says whether the step adds to C. If not, it overwrites C.
     """
     shape = f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{kind}.{kind}"
     modes = ", ".join(map(str, (int(adds), 1, 1, *across)))
@@ -128,9 +132,10 @@ def _instruction(kind: str, n: int, a: str, across: Sequence[int], adds: bool) -
 
 
 def _of_shared(kind):
-    """Return the function that types and compiles a product with both operands in shared memory.
+    """Return a function that Numba calls to compile a product with both operands in shared memory.
 
-    `kind` is "f16" or "bf16".
+    The function takes the Numba types of the arguments, and returns signature and code. `kind` is
+    "f16" or "bf16", the format of A and B.
     """
 
     def build(typingctx, rC, n, sA, a, rows_a, across_a, sB, b, rows_b, across_b, steps, adds):
@@ -188,15 +193,15 @@ def _emulation_of_registers(kind):
 def multiply_f16(typingctx, rC, n, sA, a, rows_a, across_a, sB, b, rows_b, across_b, steps, adds):
     """Start C = A B, or C += A B if ``adds`` is 1, with A and B in float16.
 
-    The sum has 16 * ``steps`` terms. C is in the local float32 array ``rC``, and n, the number of
-    its columns, is a multiple of 8 up to 256.
+    Each element of C is a sum of 16 * ``steps`` terms. C is in the local float32 array ``rC``. n,
+    the number of columns of C, is a multiple of 8 up to 256.
 
     A: (64, 16 * steps) begins at element ``a`` of the shared array ``sA``, in panels of ``rows_a``
-    rows. B is stored as (n, 16 * steps): a row of memory contains a column of B. It begins at
-    element ``b`` of ``sB``, in panels of ``rows_b`` rows. If ``across_a`` (or ``across_b``) is 1,
-    the operand is stored transposed: a row of memory contains elements of one term of the sum.
+    rows. B begins at element ``b`` of the shared array ``sB``, in panels of ``rows_b`` rows. B is
+    stored as (n, 16 * steps), so that a row of memory contains a column of B.
 
-    All arguments except rC, sA, a, sB and b are compile-time constants.
+    If ``across_a`` is 1, A is stored transposed, as (16 * steps, 64). If ``across_b`` is 1, B is
+    stored as (16 * steps, n). All arguments except rC, sA, a, sB and b are compile-time constants.
     """
     given = (rC, n, sA, a, rows_a, across_a, sB, b, rows_b, across_b, steps, adds)
     return _of_shared("f16")(typingctx, *given)
@@ -214,9 +219,10 @@ def multiply_bf16(typingctx, rC, n, sA, a, rows_a, across_a, sB, b, rows_b, acro
 
 
 def _of_registers(kind):
-    """Return the function that types and compiles a product with A in registers.
+    """Return a function that Numba calls to compile a product with A in registers.
 
-    `kind` is "f16" or "bf16".
+    The function takes the Numba types of the arguments, and returns signature and code. `kind` is
+    "f16" or "bf16", the format of A and B.
     """
 
     def build(typingctx, rC, n, rA, a, sB, b, rows_b, across_b, steps, adds):
@@ -249,12 +255,13 @@ def _of_registers(kind):
 @emulated_by(_emulation_of_registers("f16"))
 @intrinsic
 def multiply_registers_f16(typingctx, rC, n, rA, a, sB, b, rows_b, across_b, steps, adds):
-    """Start C = A B, or C += A B if ``adds`` is 1, with A in registers, in float16.
+    """Start C = A B, or C += A B if ``adds`` is 1. A is in registers, and A and B are float16.
 
-    Each thread has 4 * ``steps`` words (uint32) of A, in the local array ``rA`` from element ``a``
-    on. ``a`` is a compile-time constant. Each word contains two neighbouring elements of a row, as
-    ``pack_f16`` returns them. The words are in the same order as the registers of C. The other
-    arguments are those of ``multiply_f16``.
+    Each thread holds 4 * ``steps`` words (uint32) of A, in the local array ``rA`` from element
+    ``a`` on. ``a`` is a compile-time constant. Each word contains two neighbouring elements of a
+    row, as ``pack_f16`` returns them. The words are in the same order as the elements of C in
+    ``rC``: first all words of the thread's first row, and then all words of its second row. The
+    other arguments are those of ``multiply_f16``.
     """
     return _of_registers("f16")(typingctx, rC, n, rA, a, sB, b, rows_b, across_b, steps, adds)
 
@@ -262,7 +269,7 @@ def multiply_registers_f16(typingctx, rC, n, rA, a, sB, b, rows_b, across_b, ste
 @emulated_by(_emulation_of_registers("bf16"))
 @intrinsic
 def multiply_registers_bf16(typingctx, rC, n, rA, a, sB, b, rows_b, across_b, steps, adds):
-    """Start C = A B, or C += A B if ``adds`` is 1, with A in registers, in bfloat16.
+    """Start C = A B, or C += A B if ``adds`` is 1. A is in registers, and A and B are bfloat16.
 
     The words of ``rA`` are as ``pack_bf16`` returns them. The arguments are those of
     ``multiply_registers_f16``.
@@ -273,10 +280,12 @@ def multiply_registers_bf16(typingctx, rC, n, rA, a, sB, b, rows_b, across_b, st
 @emulated_by(lambda rC, count, pending: emulator.current().wait_products(rC, count, pending))
 @intrinsic
 def wait_products(typingctx, rC, count, pending):
-    """Wait until at most the last ``pending`` products are in progress: ``wgmma.wait_group``.
+    """Wait until at most ``pending`` products of this warpgroup are in progress.
 
-    Afterwards, the ``count`` registers of ``rC`` may be accessed. ``rC`` must be the result of a
-    product that has ended. ``count`` and ``pending`` are compile-time constants.
+    The products in progress can only be the last ``pending`` products that the warpgroup started.
+    ``rC`` is the local array of a product before them, with ``count`` registers. Afterwards, these
+    registers may be accessed. ``count`` and ``pending`` are compile-time constants. The instruction
+    is ``wgmma.wait_group``.
     """
     found = literals(count, pending)
     if found is None:
@@ -293,7 +302,11 @@ def wait_products(typingctx, rC, count, pending):
 
 
 def _registers(verb):
-    """Return the function that types and compiles ``setmaxnreg``; `verb` is "inc" or "dec"."""
+    """Return a function that Numba calls to compile ``setmaxnreg``.
+
+    The function takes the Numba type of the argument, and returns signature and code. `verb` is
+    "inc" or "dec".
+    """
 
     def build(typingctx, count):
         found = literals(count)
