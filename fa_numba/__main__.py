@@ -53,7 +53,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _command(arguments: Sequence[str] | None) -> int:
-    """Run one command and return its exit status, as ``main`` does, but without ``ended``."""
+    """Run one command, or print the help, and return the exit status.
+
+    ``main`` calls this function inside of ``ended``, which handles interrupts and failed output.
+    """
     parser = _parser()
     args = parser.parse_args(arguments)
     if args.command is None:

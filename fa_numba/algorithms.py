@@ -785,14 +785,14 @@ def exp_minus(x: Array, m: Array) -> Array:
     Parameters
     ----------
     x : ndarray, shape (rows, columns) or (rows,)
-        Scores of any floating-point dtype. The result has the wider dtype of x and m.
+        Scores of any floating-point dtype.
     m : ndarray, shape (rows,)
         One number per row, at least as large as the row's largest score.
 
     Returns
     -------
-    ndarray, same shape and dtype as `x`
-        The exponentials.
+    ndarray, same shape as `x`
+        The exponentials, in the wider dtype of x and m.
 
     Examples
     --------
@@ -809,14 +809,14 @@ def divide_rows(X: Array, l: Array) -> Array:
     Parameters
     ----------
     X : ndarray, shape (rows, d)
-        A tile of any floating-point dtype. The result has the wider dtype of X and l.
+        A tile of any floating-point dtype.
     l : ndarray, shape (rows,)
         Row sums. A row with l = 0 has seen no column; it is divided by 1.
 
     Returns
     -------
     ndarray, shape (rows, d)
-        The quotient.
+        The quotient, in the wider dtype of X and l.
 
     Examples
     --------

@@ -55,8 +55,8 @@ def did_you_mean(text: str, names: Iterable[str]) -> str:
 def check_unmasked(name: str, value: Any, instead: str = "") -> None:
     """Raise TypeError for a NumPy masked array, or for a sequence that contains a masked array.
 
-    NumPy would drop the mask. The message calls the value ``name``, and ends with the advice
-    ``instead``.
+    NumPy would drop the mask. ``name`` is the name of the argument, for the message. ``instead`` is
+    the advice at the end of the message.
     """
     parts = value if isinstance(value, (list, tuple)) else ()
     if any(isinstance(x, np.ma.MaskedArray) for x in (value, *parts)):
@@ -70,7 +70,8 @@ def check_unmasked(name: str, value: Any, instead: str = "") -> None:
 def as_real(name: str, value: Any, dtype: Any = np.float64) -> np.ndarray:
     """Return `value` as an array of `dtype`.
 
-    Raise TypeError unless the elements are real numbers. The message calls the value `name`.
+    Raise TypeError unless the elements are real numbers. `name` is the name of the argument, for
+    the message.
     """
     check_unmasked(name, value)
     array = np.asarray(value)
@@ -86,9 +87,11 @@ def _integer(value: Any) -> int:
 
 
 def as_size(name: str, value: Any, axis: bool = True, where: str = "") -> int:
-    """Return `value` as an int >= 1, or raise a TypeError or ValueError that calls it `name`.
+    """Return `value` as an int of at least 1.
 
-    The message says that 0 is an empty axis if `axis` is True, and ends with `where`.
+    Raise TypeError if `value` is not an integer, and ValueError if it is below 1. The error message
+    begins with `name` and ends with `where`. If `axis` is True, the message for the value 0 says
+    that the axis is empty.
     """
     wanted = f"{name} must be an integer of at least 1, got"
     try:
@@ -102,13 +105,20 @@ def as_size(name: str, value: Any, axis: bool = True, where: str = "") -> int:
 
 
 def check_name(name: str, value: Any, allowed: Sequence[str]) -> None:
-    """Raise ValueError unless ``value`` is one of the names ``allowed``."""
+    """Raise ValueError unless ``value`` is one of the strings in ``allowed``.
+
+    ``name`` is the name of the argument, for the message.
+    """
     if not isinstance(value, str) or value not in allowed:
         raise ValueError(f"{name} must be {one_of(map(repr, allowed))}, got {value!r}")
 
 
 def check_alone(mask_shape: Sequence[int], bias: Any) -> None:
-    """Raise ValueError if there is a ``bias`` in addition to an ``attn_mask``."""
+    """Raise ValueError if the caller passed a ``bias`` in addition to an ``attn_mask``.
+
+    ``mask_shape`` is the shape of ``attn_mask``, for the message. ``bias`` is None if there is no
+    bias.
+    """
     if bias is not None:
         raise ValueError(
             "attn_mask and bias cannot both be given; pass their sum as bias (for a bool mask, add "
@@ -249,7 +259,11 @@ def as_sizes(name: str, shape: Any, axes: Sequence[str]) -> tuple[int, ...]:
 
 
 def other_layout(axes: Sequence[str]) -> str:
-    """Return the end of a message about a shape: advice to pass the other layout, or ""."""
+    """Return advice to pass another ``layout``, for the end of a message about a wrong shape.
+
+    ``axes`` are the names of the axes in the layout of the call. The result is "" if they are not
+    the axes of layout "bhnd" or "bnhd".
+    """
     for name, other in (("bhnd", "bnhd"), ("bnhd", "bhnd")):
         if axes == LAYOUTS[name]:
             return f"; if the axes are ({', '.join(LAYOUTS[other])}), pass layout={other!r}"
@@ -349,8 +363,8 @@ def as_lengths(
 ) -> tuple[int, ...]:
     """Return the lengths in the argument ``name`` as a tuple of int, one for each batch entry.
 
-    Raise TypeError or ValueError unless all lengths are integers from 0 to ``longest``. The message
-    calls this limit ``of``.
+    Raise TypeError or ValueError unless all lengths are integers from 0 to ``longest``. ``of`` says
+    in the message what the number ``longest`` is.
     """
     lengths = _integers(name, value)
     check_shape(name, lengths.shape, (batch,), of=PER_ENTRY)
@@ -368,9 +382,10 @@ PAGE_SIZES = range(16, 257, 16)
 
 
 def as_page_size(value: int, shape: tuple[int, ...], name: str = "k") -> int:
-    """Return ``value``, the number of rows of a page. Raise ValueError if it is not allowed.
+    """Return ``value``, the number of rows of a page of a K/V cache.
 
-    ``shape`` is the shape of the pages of k, and ``name`` is the argument that contains them.
+    Raise ValueError unless the number is a multiple of 16 from 16 to 256. The message contains
+    ``name`` and ``shape``: the argument with the pages of k, and the shape of this array.
     """
     if value not in PAGE_SIZES:
         raise ValueError(

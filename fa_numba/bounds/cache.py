@@ -1,24 +1,33 @@
-"""Bytes that L2 serves, and bytes that reach device memory: a rule of thumb.
+"""A rule of thumb for how many accessed bytes the L2 cache serves.
 
-Some arrays are read several times. The working set is the number of bytes that the thread blocks
-which run at the same time read repeatedly. If the working set is at most half of the L2 cache, L2
-serves the repeated reads, and each of these bytes comes from device memory once. The limit is half
-of L2, because from the A100 on L2 has two partitions, and may keep a copy of a byte in both. If the
-working set is near the limit, the true traffic is between the two cases. The table says which
-arrays are read repeatedly, and what happens if L2 does not hold them:
+A kernel accesses some arrays several times. The first read of a byte comes from device memory. The
+L2 cache may serve the later accesses to this byte. The working set consists of the bytes that the
+running thread blocks access several times:
 
-    fa1       each thread block reads repeatedly its own rows of Q, O, l and m (backward: Q, O, dO,
-              dQ and L). Without L2 every access reaches device memory.
-    fa2       the thread blocks of one head read repeatedly K and V (backward: Q, dO, dQ, L and D).
-              Thread blocks that run at the same time read the same tiles at about the same time.
-              Without L2 a tile comes from device memory once for all of them. A causal backward
-              pass on Hopper runs a few column tiles of every head at a time.
-    standard  each kernel reads what the kernel before it wrote: S and P (backward: dP and dS too).
-              Without L2 every access reaches device memory.
+- If the working set takes at most half of the L2 cache, L2 serves all repeated reads. Each byte
+  then comes from device memory at most once.
+- Otherwise, L2 does not hold the working set. The last column of the table says which accesses then
+  reach device memory.
 
-Every other element crosses between L2 and device memory once. tests/package/test_bounds.py compares
-the rule with recorded hardware counters. The experiment `cache` follows every tile through an LRU
-model of L2 instead.
+    algorithm   arrays accessed several times          accesses that reach device memory
+    fa1         forward: Q, O, l and m                 all accesses
+                backward: Q, O, dO, dQ and L
+    fa2         forward: K and V                       one access to a tile for all thread blocks
+                backward: Q, dO, dQ, L and D           that use the tile at about the same time
+    standard    forward: S and P                       all accesses
+                backward: S, P, dP and dS
+
+In FA-1, each thread block accesses its own rows of these arrays several times. In FA-2, all thread
+blocks of a head access the same arrays. A causal backward pass of FA-2 on Hopper runs a few column
+tiles of every head at a time. In standard attention, each kernel reads the matrices that the
+previous kernel wrote.
+
+Every element of any other array crosses between L2 and device memory once. The limit is half of L2,
+because from the A100 on L2 has two partitions, and may keep a copy of a byte in both. If the
+working set is near the limit, the true traffic is between the two cases.
+
+tests/package/test_bounds.py compares the rule with recorded hardware counters. The experiment
+`cache` uses an LRU model of L2 instead of this rule, and follows every tile through the model.
 """
 
 from __future__ import annotations
@@ -111,8 +120,9 @@ def dram(plan: Plan, device: Device, resident: int) -> Dram:
     def reaches(name: str, count: int, first: int) -> int:
         """Return how many of an array's accessed elements reach device memory.
 
-        ``count`` is the number of accessed elements. If L2 serves repeated accesses, each element
-        reaches device memory at most ``first`` times.
+        ``count`` is the number of accessed elements. If L2 serves repeated accesses, the result is
+        at most ``first`` times the size of the array. ``first`` is 0 for loads of an array that the
+        pass itself writes before, and 1 for most other arrays.
         """
         whole = _elements(plan, name)
         if name in again and not served:
@@ -169,11 +179,15 @@ def _working_set(plan: Plan, again: tuple[str, ...], resident: int) -> int:
 
 
 def _outer_loop(plan: Plan, resident: int) -> tuple[int, int, int]:
-    """Return three numbers about the outer loop of FlashAttention-2.
+    """Return three numbers about the grid of FlashAttention-2's kernel.
+
+    A thread block computes one tile of a head: a row tile in the forward pass, a column tile in the
+    backward pass. The numbers are:
 
         1. number of tiles of a head
         2. number of tiles of a head that run at the same time
-        3. number of heads. In the backward pass, each group split of a K/V head counts as a head.
+        3. number of heads in the batch: query heads in the forward pass, and K/V heads times
+           group splits in the backward pass
 
     The grid runs all tiles of one head before the tiles of the next head. If the spec has chunks of
     tiles, the grid runs one chunk of every head before the next chunk.

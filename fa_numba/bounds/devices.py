@@ -96,7 +96,10 @@ class Device:
 
     @property
     def peak_instruction(self) -> str:
-        """Return the instruction that tensor cores need for their peak; "" if any does."""
+        """Return the instruction that tensor cores need for their peak speed.
+
+        The result is "" if every tensor-core instruction reaches the peak.
+        """
         return _AT_PEAK.get(self.capability[0], "")
 
     def planning(self) -> contextlib.AbstractContextManager[None]:
@@ -128,7 +131,10 @@ _SPEEDS = {"l2": "l2_tb_s", "dram": "dram_tb_s", "fp16": "fp16_tflops", "fp32": 
 
 
 def _device(row: Mapping[str, str]) -> Device:
-    """Return the GPU of a row of the table. The table has KiB, MiB, TB/s and TFLOP/s."""
+    """Return the `Device` of a row of devices.csv.
+
+    The table has KiB, MiB, TB/s and TFLOP/s. The result has bytes, bytes per second and FLOP/s.
+    """
     sizes = ("multiprocessors", "registers", "threads", "blocks")
     major, minor = map(int, row["compute_capability"].split("."))
     found: dict[str, Any] = {name: row[name] for name in ("name", "driver_name", "source")}

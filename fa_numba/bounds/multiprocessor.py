@@ -109,14 +109,14 @@ def share(device: Device, blocks: int, even: bool = True) -> float:
     blocks : int
         Thread blocks of the launch.
     even : bool, default True
-        Whether all thread blocks take the same time. They then run in waves of one thread block per
-        multiprocessor, and the last wave may be small. If False, only a launch of fewer thread
-        blocks than multiprocessors leaves some idle.
+        Whether all thread blocks take the same time. If True, thread blocks run in waves of one
+        thread block per multiprocessor, and the last wave may leave multiprocessors idle. If False,
+        all multiprocessors are busy if there are at least as many thread blocks as multiprocessors.
 
     Returns
     -------
     float
-        More than 0, at most 1.
+        The share, more than 0 and at most 1.
 
     Examples
     --------

@@ -36,17 +36,17 @@ class Expected:
     device : Device
         The GPU.
     registers : tuple of int or None
-        Registers per thread of each of the plan's kernels, in launch order. None for a kernel that
-        was not compiled.
+        Registers per thread, one number for each kernel of the plan in launch order. None for a
+        kernel that was not compiled.
     occupancies : tuple of Occupancy
-        Thread blocks of each kernel that a multiprocessor holds.
+        Number of thread blocks that a multiprocessor holds, one for each kernel of the plan.
     busy : float
         Average share of the main kernel's time in which a multiprocessor has thread blocks to run,
-        from 0 to 1. It is below 1 if there are fewer thread blocks than multiprocessors, or
-        if the last wave of thread blocks does not fill all multiprocessors. The main kernel is the
-        kernel with the most shared memory. It computes the products.
+        from 0 to 1. It is below 1 if there are fewer thread blocks than multiprocessors, or if the
+        last wave of thread blocks does not fill all multiprocessors. The main kernel is the kernel
+        that computes the matrix products. It has the most shared memory.
     flops : int
-        FLOPs of the products of all tiles that are computed. The masked and padded parts of these
+        FLOPs of the matrix products of all visited tiles. The masked and padded parts of these
         tiles count too.
     dram : Dram
         Bytes that reach device memory.
@@ -106,11 +106,10 @@ def expected(plan: Plan, device: Device, *, compiling: bool = False) -> Expected
     device : Device
         The GPU.
     compiling : bool, default False
-        Whether to compile the plan's kernels, which takes seconds per kernel. Compiling gives the
-        number of registers. If False, the number is known only for kernels that were compiled
-        before for the GPU of this machine. If the number is not known, only a range is known for
-        the number of thread blocks that a multiprocessor holds. The least number of the range
-        is taken.
+        Whether to compile the plan's kernels in order to learn how many registers they need.
+        Compiling takes seconds per kernel. If False, the number of registers is known only for
+        kernels that were compiled before for the GPU of this machine. For any other kernel the
+        occupancy is a range, and the times are computed from the smallest number of the range.
 
     Returns
     -------

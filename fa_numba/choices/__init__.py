@@ -6,7 +6,7 @@ units       one class per unit, and the choice of the unit
 tiles       the choice of tiles
 splits      the choice of key splits and group splits
 decisions   all choices for a pass, with reasons
-copies      grids of launches, and arguments that kernels take in another form
+copies      grids of launches, and arguments whose form depends on the unit
 arguments   the classes of arguments of launches
 facts       the measurements behind the choices, in CSV files
 tuned       the fastest tiles in measurements

@@ -1,4 +1,4 @@
-"""The arguments of launches: arrays, arrays that are copied in boxes, and stand-ins for arrays."""
+"""The classes of arguments of kernel launches, such as arrays of the workspace."""
 
 from __future__ import annotations
 
@@ -73,7 +73,10 @@ class Untouched:
 
 @dataclass(frozen=True)
 class Boxes:
-    """An array that a kernel copies in boxes by the copy engine, TMA (``device.TiledArray``).
+    """An argument that passes an array with a tensor map, which the kernel copies in boxes.
+
+    A box is a block of rows and columns that the copy engine (TMA) moves in one copy. The launch
+    passes the array as a ``device.TiledArray``.
 
     Attributes
     ----------
@@ -84,9 +87,10 @@ class Boxes:
     dtype : str
         Dtype of the array; "" stands for the dtype of the call.
     heads : int
-        Number of query heads of a box, if the rows of a tile belong to several heads.
+        Number of query heads that share a row tile. If it is above 1, a box contains rows of each
+        of these heads.
     ends : bool
-        Whether a box stops at the end of a sequence's rows.
+        Whether a box stops at the end of a sequence, so that it has no rows of the next sequence.
     """
 
     name: str
@@ -98,10 +102,11 @@ class Boxes:
 
 @dataclass(frozen=True)
 class Grouped:
-    """An array that a kernel takes with its heads in groups (``device.grouped``).
+    """An argument that passes an array with the heads of each group next to each other.
 
-    The axis of heads becomes an axis of groups. The heads of a group become an axis after the axis
-    of rows. Kernels take arrays in this form if the rows of one tile belong to several heads.
+    The launch changes the shape from (batch, H, rows, ...) to (batch, H / heads, rows, heads, ...),
+    by ``device.grouped``. Kernels take arrays in this form if the rows of one tile belong to
+    several heads.
 
     Attributes
     ----------

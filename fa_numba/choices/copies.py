@@ -1,8 +1,9 @@
-"""The grids of kernels, and the arguments that kernels of different units take in different forms.
+"""The grids of kernels, and the arguments whose form depends on the unit.
 
-``Copies`` is for kernels whose threads copy the rows of tiles. ``BoxCopies`` is for kernels whose
-tiles are copied in boxes by Hopper's copy engine (TMA). Each unit has an object of one of these
-classes. Code that makes plans calls this object, and does not depend on the unit itself.
+``Copies`` is for kernels whose threads copy the rows of tiles. These kernels take plain arrays.
+``BoxCopies`` is for kernels whose tiles are copied in boxes by Hopper's copy engine (TMA). These
+kernels take arrays with tensor maps. Each unit has an object of one of the two classes. Code that
+makes plans calls this object, and does not depend on the unit itself.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ Grid = tuple[int, int, int]
 
 
 class Taken(NamedTuple):
-    """The grid of a kernel's launch, and what the kernel takes.
+    """The grid of a kernel's launch, the arguments that are special, and the workspace.
 
     field       meaning
     grid        numbers of thread blocks along the three axes
-    bound       parameter of the kernel -> argument, for each parameter whose argument has another
-                name or form than usual
+    bound       maps the name of a kernel parameter to its argument. A parameter that is missing in
+                the mapping takes the array with the name of the parameter
     workspace   arrays of the workspace that only this kernel needs
     """
 
@@ -42,8 +43,9 @@ class Taken(NamedTuple):
 class Copies:
     """Grids and arguments of kernels whose threads copy the rows of a tile.
 
-    A thread block computes one row tile or one column tile. ``by_boxes`` says whether the copy
-    engine (TMA) moves complete boxes of 64 columns. The access model then counts complete boxes.
+    A thread block computes one row tile or one column tile. ``by_boxes`` is False, because the copy
+    engine (TMA) is not used. It is True in the subclass ``BoxCopies``. The access model then counts
+    complete boxes of 64 columns.
     """
 
     by_boxes = False
@@ -60,20 +62,22 @@ class Copies:
         return Taken(grid, bound)
 
     def of_fa1_forward(self, spec: Any) -> dict[str, Argument]:
-        """Return the arguments of FA-1's forward kernel that have another name or form than usual.
+        """Return the arguments of FA-1's forward kernel that are not plain arrays.
 
-        The keys are the names of the kernel's parameters.
+        The keys are the names of the kernel's parameters. A parameter that is missing in the result
+        takes the array with the name of the parameter.
         """
         return {}
 
     def of_backward(
         self, request: Request, tiles: Tiles, spec: Any, columns: bool
     ) -> dict[str, Argument]:
-        """Return the arguments of a backward kernel that have another name or form than usual.
+        """Return the arguments of a backward kernel that are not plain arrays.
 
-        The keys are the names of the kernel's parameters. ``columns`` says whether the kernel
-        writes dK and dV itself. If not, it writes parts or sums of dK and dV in float32, and
-        another kernel computes dK and dV from them.
+        The keys are the names of the kernel's parameters. A parameter that is missing in the result
+        takes the array with the name of the parameter. ``columns`` says whether the kernel writes
+        dK and dV itself. If it is False, the kernel writes parts or sums of dK and dV in float32,
+        and another kernel computes dK and dV from them.
         """
         return {}
 
@@ -141,7 +145,7 @@ def _in_chunks(spec: Any, Tc: int, heads: int, batch: int) -> Grid:
     """Return the grid of a backward kernel with one thread block for each column tile and head.
 
     ``Tc`` is the number of column tiles of a head, ``heads`` the number of heads, and ``batch`` the
-    number of batch entries.
+    number of batch entries. The field ``chunk_tiles`` of the spec decides the axes of the grid:
 
     spec.chunk_tiles   grid
     0                  (Tc, heads, batch)
@@ -167,15 +171,19 @@ def _unwritten(request: Request, heads: int) -> dict[str, Argument]:
 
 
 def _boxes(names: Iterable[str], rows: int, ends: bool) -> dict[str, Argument]:
-    """Return an argument for each array in ``names``, to be copied in boxes of ``rows`` rows.
+    """Return arguments that pass the arrays in ``names`` with tensor maps, by name of the array.
 
-    ``ends`` says whether a box stops at the end of a sequence.
+    The kernel copies the arrays in boxes of ``rows`` rows. ``ends`` says whether a box stops at the
+    end of a sequence.
     """
     return {name: Boxes(name, rows, ends=ends) for name in names}
 
 
 def _forward_boxes(spec: Any) -> dict[str, Argument]:
-    """Return the arguments Q, K, V and O of a forward kernel, to be copied in boxes."""
+    """Return arguments that pass Q, K, V and O of a forward kernel with tensor maps.
+
+    The keys are the names of the kernel's parameters.
+    """
     page_size = spec.features.page_size
     rows = common_rows(page_size, spec.Bc) if page_size else spec.Bc
     Q = Boxes("Q", GROUP_ROWS, heads=spec.tile_heads, ends=spec.query_ends)
@@ -186,10 +194,10 @@ def _forward_boxes(spec: Any) -> dict[str, Argument]:
 def _forward_blocks(request: Request, spec: Any, splits: int) -> int:
     """Return the number of thread blocks of FA-2's forward kernel.
 
-    Normally thread blocks are persistent: each computes several work tiles. The number is then the
-    number of thread blocks that the GPU runs at the same time, or the number of work tiles if that
-    is smaller. Without persistence, each work tile has its own thread block
-    (parts/wgmma/scheduler.py).
+    Normally thread blocks are persistent: each thread block computes several work tiles. The result
+    is then the number of thread blocks that the GPU runs at the same time, or the number of work
+    tiles if there are fewer work tiles. Without persistence, each work tile has its own thread
+    block (parts/wgmma/scheduler.py).
     """
     p = request.problem
     tiles = ceil_div(p.seqlen_q, spec.head_rows) * p.batch
@@ -201,10 +209,10 @@ def _forward_blocks(request: Request, spec: Any, splits: int) -> int:
 
 
 def _tiles_of_all(rows: int, rows_of_tile: int, problem: Problem) -> int:
-    """Return a number of tiles that is enough to cover all packed sequences of one head.
+    """Return an upper limit of the number of tiles of one head, for all packed sequences together.
 
-    ``rows`` is the number of rows of all sequences. A tile does not cross the end of a sequence.
-    The number allows for one more tile for each sequence, so some tiles may be empty
+    ``rows`` is the number of rows of all sequences. A tile does not cross the end of a sequence, so
+    each sequence may need one tile that is not full. Some of the tiles may therefore be empty
     (parts/wgmma/scheduler.py).
     """
     return rows // rows_of_tile + problem.batch

@@ -31,8 +31,8 @@ class Decision:
         backward pass.
     why : mapping of str to str
         Reason for each choice. The keys are "unit", "tiles", and for FlashAttention-2 also
-        "kv_splits" or "group_splits". A backward pass on unit "wgmma" also
-        has "variant", the kernel's row of the table of variants.
+        "kv_splits" or "group_splits". A backward pass on unit "wgmma" has the further key
+        "variant", with a text about the variant of the backward kernel that is used.
     """
 
     unit: Unit

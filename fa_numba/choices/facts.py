@@ -1,11 +1,12 @@
-"""The facts behind choices, read from CSV files.
+"""The measurements and tile sizes behind the choices, read from CSV files.
 
 file           contents
-tiles.csv      tile sizes of a kernel up to a head dimension, for plain calls and for cases
+tiles.csv      tile sizes, by kernel, largest head dimension and kind of call
 measured.csv   numbers that the rules for choices compare
 spills.csv     bytes of registers that kernels spill (``python -m experiments spills`` writes it)
 
-Each row says where it is from: a GPU and a command, or the commit whose message has the times.
+Each row says where its numbers are from: a GPU and a command, or the commit whose message has the
+times.
 """
 
 from __future__ import annotations
@@ -36,10 +37,12 @@ class Size(NamedTuple):
     """A row of tiles.csv: the tile sizes of a kernel.
 
     field      meaning
-    case       the case, such as "options" or "3 planes"; "" for calls without options
+    case       kind of calls for which the row is valid, such as "options" or "3 planes"; "" for
+               calls without options
     head_dim   largest head dimension for which the row is valid
     most       greatest length of a short call for which the row is valid; 0 for calls of any length
-    Br, Bc     rows and columns of a tile. Bc is 0 if short calls have as many columns as long calls
+    Br, Bc     rows and columns of a tile. Bc is 0 in a row for short calls whose tiles have as many
+               columns as the tiles of longer calls
     stages     number of pipeline slots for tiles of K, and of V
     source     where the numbers are from, such as a command or a commit
     """
@@ -91,12 +94,13 @@ def measured(what: str, setting: object = "") -> float:
 
 
 class Spill(NamedTuple):
-    """A row of spills.csv: the bytes of registers that a kernel with two options spills.
+    """A row of spills.csv: the bytes of registers that a kernel with a pair of options spills.
 
     field         meaning
-    option        first option, by the name of its field in ``Features``
-    beside        second option, or a case: "lengths" (any lengths of sequences), "no mask" (neither
-                  a causal mask nor a window), or "one chunk" (a grid without chunks)
+    option        first option of the pair, by the name of its field in ``Features``
+    beside        second option of the pair. Three values are not names of options: "lengths" (any
+                  lengths of sequences), "no mask" (neither a causal mask nor a window) and "one
+                  chunk" (a grid without chunks)
     first, last   smallest and largest head dimension for which the row is valid
     bytes         number of bytes that the kernel spills; 0 if it spills none
     """

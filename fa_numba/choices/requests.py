@@ -43,9 +43,10 @@ class Choices:
     The public functions document them. The choices are part of the key of the launch cache, and of
     a request for a plan.
 
-    The constructor raises TypeError or ValueError for a value that no call allows. It raises
-    ValueError for a choice that only the other pass has (``passes`` is "fwd" or "bwd"). Choices
-    that the unit does not support raise ValueError later, when a plan is made.
+    The constructor raises TypeError or ValueError for a value that no call allows. It also raises
+    ValueError for a choice that does not exist in this pass (``passes``), such as ``kv_splits`` in
+    a backward pass. Choices that the unit does not support raise ValueError later, when a plan is
+    made.
     """
 
     algorithm: Algorithm
@@ -106,7 +107,7 @@ _P = ParamSpec("_P")
 
 
 def _once(make: Callable[_P, Choices]) -> Callable[_P, Choices]:
-    """Return a function like ``make`` that caches its results.
+    """Return a function that calls ``make`` and caches the results.
 
     If the function is called again with equal arguments, it returns the cached result, without
     checking the arguments again.
@@ -138,8 +139,8 @@ class Request:
     shared_limit      shared memory per thread block in bytes, of the device
     capability        compute capability of the device, such as (9, 0)
     multiprocessors   number of multiprocessors to keep busy; 0 on the emulator
-    unit              name of the unit; empty until the unit is chosen. After that, the names in
-                      ``choices.ablate`` have the order of ``Unit.measures``
+    unit              name of the unit; empty until the unit is chosen. When the unit is chosen, the
+                      names in ``choices.ablate`` are put in the order of ``Unit.measures``
     spilling          whether kernels that spill registers may be planned (``facts.spills_allowed``)
     """
 
@@ -154,7 +155,10 @@ class Request:
 
     @classmethod
     def here(cls, choices: Choices, problem: Problem, aligned: bool) -> Request:
-        """Return the request for the current device, or for the device that plans are made for."""
+        """Return the request for the current device.
+
+        Inside of ``device.planning_for``, the request is for the GPU that was given there.
+        """
         count = device.multiprocessors() if device.planned_for_gpu() else 0
         limits = device.shared_bytes_limit(), device.compute_capability(), count
         return cls(choices, problem, aligned, *limits, spilling=are_spills_allowed())
@@ -165,7 +169,7 @@ class Request:
 
     @property
     def kernel(self) -> tuple[str, str]:
-        """(algorithm, pass), such as ("fa2", "fwd")."""
+        """The name of the algorithm and the pass, such as ("fa2", "fwd")."""
         return self.choices.algorithm, self.choices.passes
 
     @functools.cached_property
@@ -188,9 +192,9 @@ class Request:
 
     @property
     def lengths(self) -> Features:
-        """The features of a kernel that only needs the lengths of sequences.
+        """The features of helper kernels, which need the lengths of sequences but no other options.
 
-        Such a kernel copies or multiplies rows. It does not need the other options.
+        Helper kernels copy or multiply rows.
         """
         own = self.features
         return replace(PLAIN, q_lens=own.q_lens, kv_lens=own.kv_lens, packed=own.packed)

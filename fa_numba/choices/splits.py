@@ -33,11 +33,12 @@ MAX_SHARES = 65535
 def _fewest(
     name: str, tried: Sequence[int], ends: Callable[[int], float], unit: str, whose: str
 ) -> Chosen:
-    """Return the number of splits in ``tried`` with which the pass ends first, and the reason.
+    """Return the number of splits with which the pass ends first, and the reason.
 
-    If several numbers end at the same time, the first of them is returned. ``ends`` takes a number
-    of splits and returns the time of the pass, in ``unit``. ``name`` is the name of the option, and
-    ``whose`` is the text with which the reason begins.
+    The function ``ends`` takes a number of splits, and returns the time at which the pass ends. The
+    numbers in ``tried`` are compared. If several of them end at the same time, the first of them is
+    returned. The other arguments are parts of the text of the reason: the name of the option
+    (``name``), the unit of time (``unit``) and the beginning of the text (``whose``).
     """
     times = {n: ends(n) for n in tried}
     best = min(times, key=times.__getitem__)
@@ -61,12 +62,13 @@ def chosen_splits(request: Request, tiles: Tiles, spec: Spec, blocks: int) -> Ch
     row tiles are equal, and fill the GPU              1
     all other cases                                    the number with which the pass ends first
 
-    Row tiles are unequal if they visit different numbers of column tiles. This is so under a causal
-    mask, or a window with a right bound only, if a head has several row tiles. The last row tiles
-    of a head are then the longest. Calls with packed sequences or a block mask are treated as if
-    row tiles were equal. An even share is the time of all row tiles, divided by the number of
-    thread blocks that run at the same time. The end of the pass is its ``makespan``, measured in
-    visits of a column tile.
+    The length of a row tile is the number of column tiles that it visits. Row tiles are unequal if
+    they have different lengths. This is the case if a head has several row tiles, and the call has
+    a causal mask or a window with a right bound only. The last row tiles of a head are then the
+    longest. Calls with packed sequences or a block mask are treated as if row tiles were equal.
+
+    An even share is the time of all row tiles, divided by the number of thread blocks that run at
+    the same time. The end of the pass is its ``makespan``, measured in visits of a column tile.
 
     ``blocks`` is the number of row tiles of the call. ``spec`` is the spec of the forward kernel.
     """
@@ -113,11 +115,11 @@ def chosen_splits(request: Request, tiles: Tiles, spec: Spec, blocks: int) -> Ch
 
 
 def _of_sums(request: Request, tiles: Tiles, spec: Spec, splits: int) -> tuple[float, float]:
-    """Return two times that key splits add for storing and merging their parts of O, l and m.
+    """Return how much longer a pass takes because key splits store and merge parts of O, l and m.
 
-    The first number is added to the time of each thread block. The second number is added to the
-    time of the call. The unit is the time of a visit of a column tile. ``splits`` is the number of
-    key splits. Both numbers are 0 for one split.
+    The first result is the time that is added to each thread block. The second result is the time
+    that is added to the call. The unit of both is the time of a visit of a column tile. ``splits``
+    is the number of key splits. Both results are 0 for one split.
     """
     p = request.problem
     if splits == 1:
@@ -135,10 +137,10 @@ def _of_sums(request: Request, tiles: Tiles, spec: Spec, splits: int) -> tuple[f
 def _side_by_side(request: Request, tiles: Tiles, spec: Spec) -> int:
     """Return the number of thread blocks that are expected to run on a multiprocessor together.
 
-    The number is 1 for tiles of at least ``HIGH`` rows, because one such thread block keeps a
-    multiprocessor busy. Thread blocks with fewer rows wait for memory. For these tiles, the number
-    is the least number of thread blocks whose loads keep memory busy. It is lower if shared memory
-    does not hold this number of thread blocks.
+    A thread block whose tiles have at least ``HIGH`` rows keeps a multiprocessor busy. The result
+    is then 1. Thread blocks with fewer rows wait for memory. The result is then the number of
+    thread blocks whose loads keep memory busy, as far as shared memory holds them, and at most the
+    limit in measured.csv.
     """
     if tiles.Br >= HIGH:
         return 1
@@ -197,10 +199,11 @@ def chosen_group_splits(request: Request) -> Chosen:
     case                                                  number of group splits
     the caller chose a number                             the number that the caller chose
     the unit has no kernel that splits column tiles       1
-    the call runs on the emulator, or has no columns      1
-    all numbers above 1 are impossible or too high        1
+    the call runs on the emulator, or k has no rows       1
+    no number above 1 is possible                         1
     all other cases                                       the number with which the pass ends first
 
+    A number is possible if a kernel supports it, and if it does not make too many thread blocks.
     The pass ends when the parts of dK and dV have been summed. The time until then is the
     ``makespan`` plus the time of the sums, measured in visits of a row tile. A visit takes about 3
     microseconds of a multiprocessor, for 10 Br Bc d FLOPs. Thread blocks start in the order of the
@@ -260,7 +263,7 @@ def _can_split_group(request: Request) -> bool:
 
 
 def _group_splitting() -> str:
-    """Return text that names the algorithms and units with kernels that split column tiles."""
+    """Return text for a message: the algorithms and units that support group splits above 1."""
     return one_of(
         f"algorithm {algorithm!r} on unit {unit.name!r}, with a head_dim of at most {largest}"
         for unit in UNITS.values()
@@ -269,7 +272,7 @@ def _group_splitting() -> str:
 
 
 def _can_split_rows(request: Request) -> bool:
-    """Return whether thread blocks may share the rows of a query head too.
+    """Return whether several thread blocks may share the rows of one query head.
 
     The result is False for options that change scores, because their kernels would spill registers.
     """

@@ -60,9 +60,9 @@ def simt_tiles(
 
     ``of`` is "fwd" or "bwd". ``shared_limit`` is the shared memory of a thread block in bytes.
 
-    Br is a number in tiles.csv. Bc is a number in tiles.csv too, except for FA-1's forward kernel.
-    There, Bc is ceil(M / 4d) as in line 1 of Algorithm 1, rounded down to a power of two, and at
-    most 128. M is the on-chip memory in floats.
+    Br and Bc are numbers in tiles.csv. There is one exception: for FA-1's forward kernel, Bc is
+    ceil(M / 4d) as in line 1 of Algorithm 1, rounded down to a power of two, and at most 128. M is
+    the on-chip memory in floats.
 
     Both sizes are reduced for short sequences. Then the larger of both sizes is halved repeatedly,
     until shared memory and registers hold the tiles.
@@ -107,19 +107,22 @@ def mma_tiles(
     The tiles are reduced for short sequences. They are then reduced until shared memory and
     registers hold them.
 
-    The number of threads follows from the rows or columns of a warp:
+    The number of threads follows from the part of a tile that one warp computes. The first case
+    that applies decides:
 
-    kernel                                                 a warp has
+    kernel                                                 part of a tile per warp
     standard attention, tiles of 128 x 128                 16 rows
     forward, float32 in planes without ``keys``            16 rows
     forward, float32 in planes with ``keys``               a part of the columns, with 2 Br threads
     forward, a bias and d up to 64                         16 rows
-    forward, Br a multiple of 128 or key splits: FA-1, and 16 rows
-    calls in which 32 rows would spill registers
+    forward, high tiles and scarce registers               16 rows
     backward, FA-1 or float32 in planes                    16 columns
     all other kernels, with ``keys``                       a fourth of the columns if possible
     all other kernels, without ``keys``                    32 rows if possible; in a backward pass
                                                            of FA-2, 32 columns if possible
+
+    Tiles are high if Br is a multiple of 128, or if the call has key splits. Registers are scarce
+    in FA-1, and in calls of FA-2 that would spill registers with 32 rows per warp.
     """
     d, crowded = round_up(head_dim, 16), features.crowds
     planes = features.planes > 1
@@ -167,11 +170,11 @@ def mma_tiles(
 
 
 def unspilled(request: Request, rule: Callable[[], Chosen]) -> Chosen:
-    """Return the tiles that ``rule`` chooses for FA-2's backward pass on unit "mma".
+    """Return the tiles that ``rule`` chooses for FA-2's backward pass on "mma", and the reason.
 
-    Tiles of 32 x 64 get 256 threads in one case: for head dimensions from 145 to 160, on GPUs of
-    compute capability 10.0 or higher (Blackwell). With fewer threads the assembler would spill
-    registers. All other tiles are returned unchanged. The result contains the reason too.
+    In one case the number of threads is changed to 256, because the assembler would spill registers
+    with fewer threads: for tiles of 32 x 64 at head dimensions from 145 to 160, on GPUs of compute
+    capability 10.0 or higher (Blackwell).
     """
     tiles, why = rule()
     crowded = 144 < request.problem.largest_dim <= 160 and request.capability >= (10, 0)
@@ -182,10 +185,10 @@ def unspilled(request: Request, rule: Callable[[], Chosen]) -> Chosen:
 
 
 def _fitted(tiles: Tiles, why: str) -> Chosen:
-    """Return the tiles with the reason ``why``.
+    """Return the tiles, with ``why`` as the reason for them.
 
-    If ``why`` names tiles of another size, the reason also says that larger tiles do not fit, or
-    that the sequence is shorter.
+    ``why`` names the tiles in tiles.csv. If ``tiles`` has another size, a sentence is added to the
+    reason: larger tiles do not fit, or the sequence is shorter.
     """
     size = f"{tiles.Br} x {tiles.Bc}"
     fitted = f"{size} is used, because larger tiles do not fit or the sequence is shorter"
@@ -195,7 +198,7 @@ def _fitted(tiles: Tiles, why: str) -> Chosen:
 def _shrunk(
     Br: int, Bc: int, select: Callable[[Tiles], Any], least_rows: int, least_columns: int
 ) -> Tiles:
-    """Return the first tiles, from Br x Bc down, for which ``select`` returns a spec.
+    """Return tiles of Br x Bc, reduced until ``select`` returns a spec for them.
 
     The sizes are reduced in this order:
 
@@ -227,11 +230,11 @@ def hopper_tiles(request: Request, heads: int, select: Callable[[Tiles], Any]) -
     ``heads`` is the number of query heads whose rows share a row tile. ``select`` makes a spec from
     tiles, and raises ValueError if they do not fit.
 
-    Normally the tiles depend on the head dimension of V, because O is in registers. If Q and K have
-    a larger head dimension, the tiles depend on this larger number in two cases:
+    Normally the tiles depend on the head dimension of V, because O is in registers. If the head
+    dimension of Q and K is larger, the tiles depend on the larger number in two cases:
 
-    - The call has a bias, with which the kernel would spill registers otherwise.
-    - Shared memory does not hold the tiles otherwise, because rows of K are longer.
+    - The call has a bias. With the tiles for V's head dimension, the kernel would spill registers.
+    - Shared memory does not hold the tiles for V's head dimension, because rows of K are longer.
     """
     p = request.problem
     found = _hopper_tiles(request, heads, p.d_v)
@@ -241,18 +244,18 @@ def hopper_tiles(request: Request, heads: int, select: Callable[[Tiles], Any]) -
 
 
 def _hopper_tiles(request: Request, heads: int, d: int) -> Chosen:
-    """Return the tiles of FA-2's forward kernel on Hopper for the deciding head dimension ``d``.
+    """Return the tiles of FA-2's forward kernel on Hopper for head dimension ``d``.
 
-    ``heads`` is the number of query heads whose rows share a row tile. The first case that applies
-    decides:
+    ``heads`` is the number of query heads whose rows share a row tile. A consumer is a warpgroup
+    that computes 64 rows of a row tile. The first case that applies decides:
 
     case                                              tiles
     float32 in planes                                 the row for planes in tiles.csv
     at most 64 rows                                   one consumer (64 rows)
     a short call (``_short``)                         the row for short calls in tiles.csv
     three consumers lack registers or are slower      two consumers (128 rows)
-    without a causal mask                             two or three consumers, whichever number
-                                                      ends first by a count of rounds
+    no causal mask                                    two or three consumers, whichever number takes
+                                                      less time as estimated from ``_rounds``
     causal mask, all row tiles run at the same time   two consumers
     causal mask, long sequences                       three consumers
     causal mask, other sequences                      two consumers
@@ -343,11 +346,11 @@ def _row_tiles(request: Request, rows: int, heads: int, Br: int) -> int:
 def _rounds(request: Request, rows: int, heads: int, Br: int) -> int:
     """Return the number of rounds in which the GPU runs all row tiles with ``Br`` rows.
 
-    A round is one row tile on each multiprocessor. ``rows`` is the number of rows of a head, or of
-    all ``heads`` heads that share a row tile.
+    In a round, each multiprocessor computes one row tile. ``rows`` is the number of rows of a head,
+    or of all ``heads`` heads that share a row tile.
 
-    For packed sequences, the result is a measure of time instead. It is the sum of (number of row
-    tiles) x (number of rows of Q) over all sequences.
+    For packed sequences, the result is a number that is proportional to time instead: the sum of
+    (number of row tiles) x (number of rows of Q) over all sequences.
     """
     p = request.problem
     if p.packed and p.q_lens:
@@ -368,8 +371,10 @@ def takes_slots(features: Features) -> bool:
 def _hold_three(tiles: Tiles, head_dim: int, features: Features) -> bool:
     """Return whether three consumers may compute with these tiles at this head dimension.
 
-    Two conditions must hold. Registers hold the tiles, and what the options need in addition. There
-    is no window, softcap or bias, because three consumers are slower than two with these options.
+    Two conditions must hold:
+
+    - The registers of three consumers hold the tiles, and the additional values of the options.
+    - The call has no window, softcap or bias. With these options three consumers are slower.
     """
     spec = WgmmaSpec(head_dim, tiles.Br, tiles.Bc, 4, tiles.Br // 2)
     slower = features.window or features.softcap or features.bias
@@ -388,10 +393,10 @@ def hopper_fa1_tiles(problem: Problem, features: Features) -> Chosen:
 
 
 def hopper_adds_dq(request: Request) -> bool:
-    """Return whether the backward kernel on Hopper's tensor cores adds to dQ.
+    """Return whether the backward kernel on Hopper's tensor cores adds its parts of dQ to dQ.
 
-    If not, a second kernel computes dQ. This is so only in FA-2, with ``deterministic=True`` or
-    with a head dimension above ``LARGEST_ATOMIC``.
+    If the result is False, a second kernel computes dQ. The result is always True for FA-1. For
+    FA-2 it is False with ``deterministic=True``, or with a head dimension above ``LARGEST_ATOMIC``.
     """
     choices = request.choices
     apart = choices.deterministic or request.problem.largest_dim > LARGEST_ATOMIC
@@ -412,8 +417,9 @@ def chunk_tiles(request: Request, Bc: int) -> int:
     """Return the number of column tiles of each head in a chunk of a backward pass on Hopper.
 
     The number 0 means that the grid has no chunks. With chunks, the grid visits a chunk of all
-    heads before the next chunk. Long and short column tiles are then distributed better. ``Bc`` is
-    the number of columns of a tile. The first case that applies decides:
+    heads before the next chunk. Long and short column tiles are then distributed better. The length
+    of a column tile is the number of row tiles that visit it. ``Bc`` is the number of columns of a
+    tile. The first case that applies decides:
 
     case                                                        number of column tiles
     FA-1                                                        0
@@ -456,9 +462,9 @@ BEHIND = ("slope_of", "dcaptured")
 def _spilling(head_dim: int, features: Features) -> list[tuple[str, str]]:
     """Return the pairs of options that could make FA-2's backward kernel on Hopper spill registers.
 
-    A pair is (option, beside) of a row of spills.csv (``facts.Spill``). ``features`` contains the
-    option. The caller of this function has to check whether the call also has the second option,
-    or is the case that ``beside`` names.
+    A pair is (option, beside) of a row of spills.csv (``facts.Spill``). The function checks only
+    that the row is valid for ``head_dim``, and that the call has the first option. ``features`` are
+    the features of the call. The caller of this function has to check the second option.
     """
     return [
         (x.option, x.beside)

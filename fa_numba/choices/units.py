@@ -1,4 +1,4 @@
-"""The units: for each one a class that contains all facts and rules on which plans depend."""
+"""The units ("simt", "mma", "wgmma"): one class per unit, with all facts and rules for plans."""
 
 from __future__ import annotations
 
@@ -42,7 +42,10 @@ LOW = 16
 
 
 class Shape(NamedTuple):
-    """Tiles with their number of threads, the spec of the kernel, and the reason for the tiles."""
+    """The tiles and the spec of a kernel, and the reason for the tiles.
+
+    The tiles contain the number of threads.
+    """
 
     tiles: Tiles
     spec: Any
@@ -70,14 +73,14 @@ class Unit(ABC):
     kernels           package of kernels with the modules standard, fa1_forward, fa2_forward,
                       standard_backward, fa1_backward and fa2_backward, or some of them. Their
                       factories have the same names in every unit
-    copies            grids of launches, and arguments that kernels take in another form
+    copies            object that returns grids of launches, and arguments with tensor maps
     staged            by kernel: greatest number of stages of K and V
     splits_queries    by kernel: whether the caller can choose ``query_splits``
     splits_keys       by kernel: whether the caller can choose ``warp_partition``
     precisions        by kernel: values of ``precision`` that split float32 inputs in planes
     splits_columns    by kernel: whether the caller can choose ``kv_splits``
     splits_group      by kernel: largest head dimension for which ``group_splits`` may be above 1
-    measures          measures that ``ablate`` can switch off, with their algorithms
+    measures          maps each measure that ``ablate`` can switch off to the names of algorithms
 
     The methods that return a ``Shape`` raise ValueError for tiles that the kernel cannot have.
     """
@@ -124,22 +127,25 @@ class Unit(ABC):
 
     @abstractmethod
     def forward(self, request: Request) -> Shape:
-        """Return the shape of the forward kernel of FA-1 or FA-2."""
+        """Return the ``Shape`` (tiles, spec and reason) of the forward kernel of FA-1 or FA-2."""
 
     @abstractmethod
     def backward(self, request: Request) -> Shape:
-        """Return the shape of the backward kernel of FA-1 or FA-2."""
+        """Return the ``Shape`` (tiles, spec and reason) of the backward kernel of FA-1 or FA-2."""
 
     def column_tiles(self, request: Request) -> tuple[Tiles, int]:
         """Return the tiles of FA-2's backward pass, and the number of column tiles in a chunk.
 
-        The number of group splits is chosen for these tiles, and then the kernel. Only units with
-        ``splits_group`` implement this method.
+        The number of group splits is chosen from these two results. The kernel is chosen
+        afterwards. Only units with ``splits_group`` implement this method.
         """
         raise NotImplementedError
 
     def adds_dq(self, request: Request) -> bool:
-        """Return whether FA-2's backward kernel adds to dQ. Otherwise ``dq_kernel`` computes dQ."""
+        """Return whether FA-2's backward kernel adds its parts of dQ to dQ.
+
+        If the result is False, the kernel of ``dq_kernel`` computes dQ.
+        """
         return not request.choices.deterministic
 
     @abstractmethod
@@ -151,14 +157,16 @@ class Unit(ABC):
         """
 
     def standard(self, request: Request) -> Shape:
-        """Return the shape of standard attention's forward kernels."""
+        """Return the ``Shape`` (tiles, spec and reason) of standard attention's forward kernels."""
         raise NotImplementedError(f"unit {self.name!r} does not support {self.lacks(request)}")
 
     def standard_backward(self, request: Request) -> tuple[Shape, Spec]:
-        """Return a shape and a spec for the kernels of standard attention's backward pass.
+        """Return what was chosen for the kernels of standard attention's backward pass.
 
-        The shape is for the kernels that the forward pass also has. The spec is for the kernel of
-        the products PT dO and dST Q. Both are for one head dimension.
+        The first result is the ``Shape`` (tiles, spec and reason) of the kernels that compute S, dP
+        and dQ. The forward pass uses these kernels too. The second result is the spec of the kernel
+        that computes dV = PT dO and dK = dST Q. The problem of ``request`` has one head dimension
+        for Q, K and V.
         """
         raise NotImplementedError(f"unit {self.name!r} does not support {self.lacks(request)}")
 
@@ -175,8 +183,8 @@ class Unit(ABC):
     def products_per_us(self) -> float:
         """Speed of one multiprocessor: (elements of S) x (head dimension) per microsecond.
 
-        To compute an element of S here means its part of both products, Q KT and P V. The number
-        was measured on a GPU.
+        For each element of S, the work in both products counts: Q KT and P V. The number was
+        measured on a GPU.
         """
         what = "products of an element of S with a head dimension a microsecond"
         return measured(what, self.name)
@@ -213,16 +221,20 @@ class Unit(ABC):
 
 
 def _shape(chosen: Chosen[Tiles], select: Callable[[Tiles], Any]) -> Shape:
-    """Return the shape for tiles that were chosen. ``select`` makes a spec from tiles."""
+    """Return the ``Shape`` of a kernel for tiles that were chosen.
+
+    ``select`` makes the spec of the kernel from the tiles.
+    """
     spec = select(chosen.value)
     return Shape(replace(chosen.value, threads=spec.threads), spec, chosen.why)
 
 
 def _by_table(rule: Callable, request: Request, heads: int = 1, *more: Any) -> Callable:
-    """Return ``rule`` with the kernel and the sizes of a request bound to its first arguments.
+    """Return ``rule`` as a function without arguments, for a request.
 
-    ``rule`` is ``simt_tiles`` or ``mma_tiles``. ``heads`` is the number of query heads whose rows
-    share a row tile. ``more`` are further arguments of ``rule``.
+    ``rule`` is ``simt_tiles`` or ``mma_tiles``. Its first arguments are the kernel and the sizes of
+    the request. ``heads`` is the number of query heads whose rows share a row tile. ``more`` are
+    the further arguments of ``rule``.
     """
     p = request.problem
     sizes = (p.seqlen_q * heads, p.seqlen_k, p.largest_dim, request.shared_limit)
@@ -230,10 +242,9 @@ def _by_table(rule: Callable, request: Request, heads: int = 1, *more: Any) -> C
 
 
 def _selecting(select: Callable, request: Request, **facts: Any) -> Callable:
-    """Return ``select`` with some of its arguments bound.
+    """Return ``select`` with the sizes of a request and ``facts`` as keyword arguments.
 
-    The arguments are the head dimensions of a request, the shared memory per thread block of the
-    device, and ``facts``.
+    The sizes are the head dimensions, and the shared memory per thread block of the device.
     """
     sizes = {"head_dim": request.problem.head_dim, "shared_limit": request.shared_limit}
     if request.problem.head_dim_v is not None:
@@ -500,9 +511,9 @@ class Wgmma(Unit):
         return few or (odd if p.bias[-1] % 2 else "")
 
     def _leaves(self, tiles: Tiles, request: Request) -> str:
-        """Return text with the reason why the tiles of a block mask do not suit this unit.
+        """Return text with the reason why this unit does not suit the tiles of a block mask.
 
-        The text is empty if the tiles suit this unit.
+        The text is empty if the unit supports the tiles, and is not slower with them than "mma".
         """
         forward = request.choices.passes == "fwd"
         if forward and tiles.Br <= GROUP_ROWS:
@@ -642,18 +653,18 @@ def heads_in_tiles(request: Request) -> int:
 
 
 def _select(request: Request, kind: type[tiling.MmaSpec]) -> Callable[..., Any]:
-    """Return ``select_mma_spec`` with ``kind`` and the sizes of a request bound.
+    """Return ``select_mma_spec`` with the sizes of a request as keyword arguments.
 
-    ``kind`` is the class of the spec.
+    ``kind`` is the class of the spec that the returned function makes.
     """
     return _selecting(tiling.select_mma_spec, request, kind=kind)
 
 
 def _of_products(select: Callable[..., Any], request: Request) -> Callable[..., Any]:
-    """Return ``select`` with the arguments bound that every spec on tensor cores needs.
+    """Return ``select`` with three facts about a request as keyword arguments.
 
-    The arguments are taken from a request: the features, whether rows are aligned, and the dtype of
-    products.
+    The facts are the features, whether rows are aligned, and the dtype in which products are
+    computed. Every spec on tensor cores needs them.
     """
     return functools.partial(
         select, features=request.features, aligned=request.aligned, dtype=request.matrix_dtype
@@ -661,10 +672,11 @@ def _of_products(select: Callable[..., Any], request: Request) -> Callable[..., 
 
 
 def _of_flash(select: Callable[..., Any], request: Request) -> Callable[..., Any]:
-    """Return ``select`` with the arguments bound that FA-1 and FA-2 on tensor cores need.
+    """Return ``select`` with five facts about a request as keyword arguments.
 
-    The arguments are taken from a request: those of ``_of_products``, whether the scale is
-    positive, and whether several query heads share a K/V head.
+    Three of them are described in ``_of_products``. The other two are whether the scale is
+    positive, and whether several query heads share a K/V head. Specs of FA-1 and FA-2 on tensor
+    cores need them.
     """
     p = request.problem
     positive, grouped = p.scale > 0.0, p.group > 1
@@ -743,11 +755,11 @@ def unit_of(request: Request) -> Chosen[Unit]:
 
 
 def having(choices: Callable[[Unit], Iterable[tuple[str, str]]], passes: bool = False) -> str:
-    """Return text that names the algorithms and units which have a choice.
+    """Return text that names the algorithms and units that support a choice of the caller.
 
     An example is "algorithm 'fa1' (unit 'simt' or 'mma')". ``choices`` takes a unit and returns the
-    pairs (algorithm, pass) that have the choice. With ``passes`` the text names the pass too: "the
-    forward pass of algorithm 'fa1' ...".
+    pairs (algorithm, pass) for which the unit supports the choice. With ``passes`` the text names
+    the pass too: "the forward pass of algorithm 'fa1' ...".
     """
     units: dict[str, dict[str, None]] = {}
     for unit in UNITS.values():

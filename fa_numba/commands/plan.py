@@ -209,9 +209,9 @@ class _Answer(NamedTuple):
     """The content of the output of the command.
 
     ``gpu`` is the GPU for which the calls are planned. ``said`` is a remark about the choice of GPU
-    or dtype, or "". The dictionaries map the name of an algorithm to its plan (``found``), to the
-    estimated times and their limits (``expected``), or to the error message if it cannot be
-    planned (``refused``).
+    or dtype, or "". The keys of the three dictionaries are names of algorithms. ``found`` contains
+    the plans, and ``expected`` the estimated times and their limits. ``refused`` contains an error
+    message for each algorithm for which the call cannot be planned.
     """
 
     gpu: Device
@@ -229,7 +229,11 @@ def default_dtype(gpu: Device) -> str:
 
 
 def _where(chosen: Device | None) -> tuple[Device, str]:
-    """Return the GPU to plan for, and a remark about this choice for the output, or ""."""
+    """Return the GPU to plan for, and a remark for the output.
+
+    The remark is "" if the user chose the GPU, or if this machine has a GPU. Otherwise it says
+    which GPU was taken instead.
+    """
     if chosen is not None:
         return chosen, ""
     found = bounds.here()
@@ -326,8 +330,9 @@ def _sheet(gpu: Device) -> list[str]:
 def _listed(what: str, speeds: dict[str, float | None]) -> str:
     """Return a line of the output with speeds of the GPU, or "" if no speed is known.
 
-    ``what`` is "bandwidth", written in TB/s, or "peak speed", written in TFLOP/s. ``speeds`` maps
-    the name of a memory or of a kind of cores to the speed in bytes or FLOPs per second, or None.
+    ``what`` is "bandwidth", written in TB/s, or "peak speed", written in TFLOP/s. ``speeds`` maps a
+    name, such as "DRAM" or "tensor cores", to a number of bytes or FLOPs per second. The number is
+    None if it is not known.
     """
     per_second = "TB/s" if what == "bandwidth" else "TFLOP/s"
     known = ", ".join(f"{name} {x / 1e12:g} {per_second}" for name, x in speeds.items() if x)

@@ -39,7 +39,7 @@ _SCORES = 19  # longest text of the scores of a block, in characters
 
 
 class Rows(NamedTuple):
-    """An example to trace: a title, one row of Q, and the keys and values.
+    """An example to trace: a title, and the matrices Q, K and V of one head.
 
     ``Q`` has the shape (rows, head_dim), and its row 0 is traced. ``K`` and ``V`` have the shape
     (keys, head_dim). ``block`` is the number of keys in a block. ``scale`` is the factor of the
@@ -170,7 +170,8 @@ def _k_outer(steps: Sequence[Step]) -> list[tuple[str, ...]]:
 def _computed(step: Step) -> tuple[str, ...]:
     """Return the table cells of a step of the online softmax.
 
-    The cells are the keys of the step, their scores, the factor, and the new m, l and o of the row.
+    The cells are the first and last key of the step, the scores of the keys, and the factor e^(old
+    m - new m). The last cells are m, l and o of the row after the step.
     """
     scores = [f"{x:.3g}" for x in step.on_chip["Sij"][0]]
     shown = " ".join(scores)
