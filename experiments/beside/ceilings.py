@@ -39,9 +39,11 @@ FIXED_POINT = 0.6411857445
 
 @cache
 def make_multiply() -> Kernel:
-    """Return the kernel that adds up `steps` matrix products of tiles in shared memory.
+    """Return the kernel that multiplies two tiles in shared memory repeatedly by wgmma.
 
-    All elements of the tiles are 1. Each thread stores one element of the sum in Y.
+    The kernel takes the arguments Y and `steps`. Each warpgroup adds up `steps` matrix products.
+    All elements of the tiles are 1. Each thread stores one element of the sum in Y: (threads of
+    the grid,).
     """
 
     def multiply(Y, steps):
@@ -73,8 +75,9 @@ def make_multiply() -> Kernel:
 def make_exponentials() -> Kernel:
     """Return the kernel that computes x = 2^-x repeatedly.
 
-    Each thread has CHAINS independent values of x, repeats this `steps` times, and stores the sum
-    of its values in Y.
+    The kernel takes the arguments Y and `steps`. Each thread has CHAINS independent values of x.
+    The thread computes 2^-x for all of them `steps` times. Then the thread stores the sum of its
+    values in Y: (threads of the grid,).
     """
 
     def exponentials(Y, steps):

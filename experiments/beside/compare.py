@@ -52,7 +52,17 @@ ENOUGH = 4
 
 @dataclass(frozen=True)
 class Side:
-    """One of the compared calls: the series, the plan (`planned`), and the options of the plan."""
+    """One of the calls that the command compares.
+
+    Parameters
+    ----------
+    series : str
+        Name of the series, such as "fa1-simt".
+    planned : Plan
+        The plan of the call.
+    options : dict, default {}
+        The options with which the call was planned, such as `tiles` and `query_splits`.
+    """
 
     series: str
     planned: fa_numba.Plan
@@ -62,10 +72,11 @@ class Side:
 def sides(
     problem: Problem, pass_: str, tiles: Tiles | None, gpu: bounds.Device
 ) -> tuple[list[Side], dict[str, str]]:
-    """Return the calls that are compared, and the reasons of missing calls by series.
+    """Return the calls to compare, and a dictionary of series that cannot be planned.
 
     The calls are FA-1, FA-2 and standard attention. If query splits let FA-1 fill more of the GPU,
-    FA-1 with query splits is compared too.
+    FA-1 with query splits is compared too. The dictionary maps the name of a series to the reason
+    why planning failed.
     """
     unit = "simt" if problem.dtype == "float32" else "mma"
     common: dict[str, Any] = {"tiles": tiles} if tiles else {}
@@ -138,7 +149,11 @@ def modelled(found: Sequence[Side], gpu: bounds.Device) -> Iterator[Line]:
 
 
 def _over(what: str, values: Mapping[str, float], source: str) -> Iterator[Line]:
-    """Yield a line with each value divided by FA-2's value; nothing if FA-2's value is missing."""
+    """Yield one line of the table: the value of each series divided by FA-2's value.
+
+    `values` maps a series to a value. `what` and `source` are the fields of the line. Yield nothing
+    if `values` contains no value of FA-2, or if FA-2's value is 0.
+    """
     fa2 = next((x for series, x in values.items() if series.startswith("fa2")), None)
     if fa2:
         ratios = {series: x / fa2 for series, x in values.items()}
@@ -155,7 +170,10 @@ def _bytes(accesses: Any, arrays: Sequence[str]) -> int:
 
 
 def one_head(problem: Problem) -> Problem:
-    """Return the problem with one head of k and v, and the heads of q that share this head."""
+    """Return the part of a problem that belongs to one head of k and v in one batch entry.
+
+    The part contains the head of k and v, and the heads of q that share this head.
+    """
     return replace(problem, batch=1, heads_q=problem.heads_q // problem.heads_k, heads_k=1)
 
 
@@ -234,9 +252,11 @@ def with_counts(
 def measured(
     problem: Problem, pass_: str, found: Sequence[Side]
 ) -> tuple[list[Line], dict[str, str]]:
-    """Return lines with times on this GPU, and the reasons of missing times by series.
+    """Time the compared calls (`found`) on this GPU. Return two results.
 
-    Each result is checked before the call is timed.
+    The first result contains lines of the table with times and speeds. The second result maps each
+    series that failed to the reason of the failure. Each result is checked before the call is
+    timed.
     """
     inputs = Inputs(gradient=pass_ == "bwd")
     checks = calls.Checks(inputs)

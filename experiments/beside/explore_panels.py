@@ -1,9 +1,12 @@
 """The four panels of explore.html: their texts, and the functions that compute their answers.
 
-Scripts in explore_page compute the answers of the first three panels in the reader's browser. The
-scripts contain the functions of this module in JavaScript. Tests compare both. The answers of the
-last panel, the plans, are stored in the page. If `explore_server` serves the page, the server
-computes the plans, and the first panel for masks that a reader types.
+The page is a file that works without a server. In the reader's browser, scripts in the folder
+`explore_page` compute the answers of the first three panels. The scripts are a translation of this
+module's functions to JavaScript. Tests compare the scripts' answers with this module's answers. The
+answers of the last panel, the plans, are stored in the page.
+
+`explore_server` can serve the page too. The server then computes the plans. It also computes the
+answers of the first panel for masks that a reader types.
 """
 
 import inspect
@@ -42,9 +45,11 @@ MOST_SCORES = 64
 
 
 def text_of(algorithm: str) -> list[tuple[str, list[int]]]:
-    """Return the source lines of an algorithm in NumPy as (line, numbers of the paper's lines).
+    """Return the source text of a forward algorithm in `fa_numba.algorithms`, line by line.
 
-    Statements that call `watch` are left out.
+    Each item is (source line, numbers of the lines of the paper's algorithm that it implements).
+    The functions in `algorithms` can report their steps to a function `watch`. The source lines
+    that call `watch` are left out.
     """
     source = inspect.getsource(getattr(algorithms, f"{algorithm}_forward")).splitlines()
     first = next(
@@ -192,9 +197,10 @@ def _row_of(scores: list[float], title: str) -> worked.Rows:
 def softmax(example: str, block: int, scores: str) -> Answer:
     """Return the second panel's answer: the softmax of one row, tile by tile and as a vector.
 
-    A tile has `block` keys, but at most all keys. If `block` is 0, the example gives the number.
-    `scores` is the text that a reader typed for the example "own". The answer contains the steps of
-    both loop orders, and the results of the naive, safe and online softmax.
+    `block` is the number of keys of a tile. If `block` is 0, the tile size of the example is used.
+    If there are fewer keys than `block`, one tile contains all keys. `scores` is the text that a
+    reader typed for the example "own". The answer contains the steps of both loop orders, and the
+    results of the naive, safe and online softmax.
     """
     rows = own_scores(scores) if example == "own" else examples()[example]
     Q, K, V = rows.Q[:1], rows.K, rows.V

@@ -9,7 +9,8 @@ The model assumes:
   one tile of S at a time, in turn.
 - A load of a tile that is not in the cache reads DRAM. A store changes the tile in the cache. The
   tile is written to DRAM when it leaves the cache.
-- Tiles that are in the cache at the end are not written, as when a profiler counts one kernel.
+- Tiles that are in the cache at the end of the kernel are not written to DRAM. A profiler that
+  counts the DRAM bytes of one kernel does not count them either.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
@@ -110,11 +111,11 @@ def _simulate(k_outer, heads, group, splits, ends, Tc, bases, sizes, places, cap
     | k_outer | whether the loop order is K/V outer (FA-1) |
     | heads, group | query heads of all batch entries; query heads that share a K/V head |
     | splits | thread blocks per head, for K/V outer |
-    | ends | number of column tiles that each row tile visits |
+    | ends | for each row tile of a head, the number of column tiles that it visits |
     | Tc | number of column tiles of a head |
-    | bases | number of the first tile of each array |
-    | sizes | bytes of each tile |
-    | places | thread blocks that run at the same time |
+    | bases | for each kind of tile (Q, O, A, STATISTICS, LSE, KV), the number of its first tile |
+    | sizes | size of each tile in bytes; the index is the number of the tile |
+    | places | number of thread blocks that run at the same time |
     | capacity | bytes of the cache |
     | halves | whether the inputs have 16 bits, so that O has a float32 sum A |
     """

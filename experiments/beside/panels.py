@@ -31,10 +31,10 @@ class Axis:
         Entries of a list, or positions of a slider. If the answers of a panel are stored in the
         page, there are answers for these values only.
     least, most : int, optional
-        Range of allowed integers, if the answers are computed.
+        Smallest and largest allowed integer, for a panel whose answers are computed on request.
+        None: only `values` and the keys of `words` are allowed.
     words : mapping, default {}
-        Text to show for a value. Without a range, only `values` and the keys of `words` are
-        allowed.
+        Maps a value to the text that the page shows for the value.
     text : bool, default False
         Whether any text is allowed.
     first : int or str, optional
@@ -82,10 +82,18 @@ class Panel:
     answer : callable
         Takes the inputs and returns the answer: the numbers by key.
     columns : sequence of (str, str)
-        Prefix and label of each column of the table.
+        Prefix and label of each column of the table, such as ("fa1", "FA-1 (K/V outer)").
     rows : sequence of (str, str, str)
-        Key and label of each row of the table, and how the values are written: "bytes", "count" and
-        "number" have three digits, "words" is text. The key of a cell is "prefix.key".
+        Key, label and format of each row of the table, such as ("total", "bytes moved", "bytes").
+        The cell in the column "fa1" and the row "total" shows the value of the answer with the key
+        "fa1.total". The formats are:
+
+        | format | how a value is written |
+        |---|---|
+        | "bytes" | three digits with a unit, such as MB |
+        | "count" | all digits below 10^6, else three digits with a prefix, such as M |
+        | "number" | three digits |
+        | "words" | the value is text |
     """
 
     name: str
@@ -130,16 +138,18 @@ class Panel:
         return {"axes": axes, **{name: getattr(self, name) for name in words}}
 
     def baked(self) -> dict[str, Any]:
-        """Return all answers in a compact form, as {key: [inputs, values, codes]}.
+        """Return all answers of the panel in a compact form, as {key: [inputs, values, codes]}.
+
+        A key is a key of the answers, such as "fa1.total".
 
         | entry | meaning |
         |---|---|
         | inputs | positions in `axes`, from 0, of the inputs on which the key's value depends |
-        | values | the different values of the key |
-        | codes | an index into `values` for each combination of these inputs; -1 for no value |
+        | values | list of the different values of the key |
+        | codes | for each combination of the inputs, an index into `values`; -1: no value |
 
-        In `codes`, the first of `inputs` varies slowest. If the answer for some inputs lacks a key,
-        `codes` may contain the value for other inputs.
+        In `codes`, the first of `inputs` varies slowest. Some answers may lack a key. For such an
+        answer, the code is -1 or the code of another answer.
         """
         sizes = [len(axis.values) for axis in self.axes.values()]
         states = itertools.product(*(axis.values for axis in self.axes.values()))

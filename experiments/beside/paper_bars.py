@@ -135,9 +135,12 @@ def _bars(paper: str, panels: Panels, what: str) -> Any:
 
 
 def _ratios(paper: str, panels: Panels, gpu: str, what: str) -> Any:
-    """Draw the speed of the last kernel in SHORT divided by the speeds of the other kernels.
+    """Draw ratios of speeds as lines. This is used if our GPU is not the paper's GPU.
 
-    One line shows the published ratios, and the other line our ratios.
+    For each paper, the constant SHORT lists three kernels. The speed of the last kernel is divided
+    by the speed of each of the other kernels. One line shows the published ratios, and the other
+    line shows our ratios. `panels` maps the title of a panel to its curves. `gpu` is the paper's
+    GPU. `what` is the line below the title.
     """
     *names, last = SHORT[paper]
     theirs, ours = BARS[paper][::2], BARS[paper][1::2]
@@ -170,9 +173,11 @@ def _ratios(paper: str, panels: Panels, gpu: str, what: str) -> Any:
 
 
 def _curve(bar: Bar, theirs: Sequence[Mapping[str, str]], here: Sequence[Row]) -> Curve:
-    """Return the speed of a bar as {N: TFLOP/s}, from the lines or rows of one panel.
+    """Return the speeds that a bar shows in one panel, as {N: TFLOP/s}.
 
-    `theirs` are lines of published.csv, and `here` our rows. Of several series, the fastest counts.
+    The bar of a published method shows speeds from `theirs`, the panel's lines of published.csv.
+    A bar of ours shows speeds from `here`, our rows for the panel. If the bar has several series,
+    the largest speed at each N is returned.
     """
     if bar.method:
         return {int(x["seqlen"]): float(x["value"]) for x in theirs if x["method"] == bar.method}

@@ -50,10 +50,14 @@ _SECTORS = "l1tex__t_sectors_pipe_lsu_mem_global_op"
 
 
 def _sass(name: str) -> str:
-    """Return the middle part of the name of a counter that instrumented code counts.
+    """Return the middle part of the name of a counter that Nsight Compute counts in software.
 
-    `name` is the counter's name without a suffix such as ".sum". A prefix such as "smsp__" is
-    missing in the result.
+    For such a counter, Nsight Compute adds counting instructions to the machine code (SASS).
+    `name` is the name of the corresponding hardware counter, without a suffix such as ".sum". The
+    complete name also has a prefix such as "smsp__".
+
+    >>> _sass("l1tex__t_requests")
+    'sass_l1tex_t_requests'
     """
     return f"sass_{name.replace('__', '_')}"
 
@@ -130,8 +134,10 @@ def counted(counts: Counts) -> dict[str, int]:
 def chosen(known: set[str] | None) -> dict[str, str]:
     """Return the counters that exist on the GPU, as {our name: Nsight Compute's name}.
 
-    `known` contains the GPU's counters without suffix; None means that all counters exist. Some
-    lists leave out all counters of instrumented code. Then all counters are taken as known.
+    `known` contains Nsight Compute's list of the GPU's counters, without suffixes such as ".sum".
+    None: there is no list, and all counters are assumed to exist. Some versions list no counter
+    with "sass" in its name, although such counters exist (see `_sass`). All counters are assumed to
+    exist then too.
     """
     if known is not None and not any("__sass_" in name for name in known):
         known = None
@@ -198,8 +204,9 @@ def profiled(
     """Profile the cases with Nsight Compute, and return two lists with one entry for each case.
 
     An entry of the first list maps Nsight Compute's names of counters to values. An entry of the
-    second list maps our names to numbers of executed instructions. If a case failed, its entry is
-    the reason. `names` maps our names to Nsight Compute's names. `say` prints a line.
+    second list maps our names to numbers of executed instructions. For a case that failed, the
+    entry is text with the reason instead. `names` maps our names of counters to Nsight Compute's
+    names. `say` prints a line.
     """
     say(f"  Nsight Compute: {len(cases)} calls, {len(names)} counters")
     metrics = list(dict.fromkeys((*counters.TRAFFIC, *names.values())))

@@ -74,8 +74,9 @@ class Outcome:
 def run(fault: str, ranks: int, device: str, timeout: float = TIMEOUT) -> list[Outcome]:
     """Run `ranks` processes, plant a fault, and return how each rank ended.
 
-    `device` is "cuda" or "cpu". Processes that still run after LIMIT seconds are killed, and their
-    error says so. Killed victims are left out.
+    `device` is "cuda" or "cpu". A process that still runs after LIMIT seconds is killed, and the
+    error of its outcome says so. For the faults in VICTIM_DIES, the outcome of the last rank is
+    left out, because the fault itself kills or stops this rank.
     """
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
@@ -239,7 +240,7 @@ def _named(call: Callable[[], None], begin: float, ranks: int) -> str:
 
 @contextmanager
 def _killing() -> Iterator[None]:
-    """Kill this process when it is about to send the first message of a call."""
+    """Context manager: kill this process when a call inside is about to send its first message."""
     from fa_numba.ring.link import Link
 
     def exchange(*arguments: Any, **options: Any) -> None:

@@ -156,9 +156,11 @@ def _started(tasks: Sequence[Task], ranks: int) -> Iterator[Found]:
 
 
 class Watch:
-    """The progress of the ranks, which each rank writes to a file of its own.
+    """Reads how far each rank has come, from a file that the rank writes.
 
-    A file contains the number of points at which the rank has met the others.
+    The ranks synchronise at certain points of a task. At each such synchronisation point, a rank
+    appends one byte to its file. The size of the file is therefore the number of points that the
+    rank has reached.
 
     Parameters
     ----------
@@ -174,7 +176,7 @@ class Watch:
         self.since = time.monotonic()
 
     def steps(self) -> list[int]:
-        """Return how many meeting points each rank has reached; 0 before the first one."""
+        """Return how many synchronisation points each rank has reached so far."""
         return [path.stat().st_size if path.exists() else 0 for path in self.files]
 
     def hung(self) -> bool:
@@ -195,7 +197,10 @@ class Watch:
 
 
 def own_file(results: Path | str, rank: int) -> Path:
-    """Return the file to which a rank writes its progress: one byte per meeting point."""
+    """Return the path of the file to which a rank appends a byte at each synchronisation point.
+
+    `results` is the path of the file with the results of the tasks.
+    """
     return Path(f"{results}.{rank}")
 
 
@@ -273,9 +278,10 @@ class _Bench:
         self.progress, self.slow = progress, ""
 
     def found(self, index: int, task: Task) -> Found:
-        """Check the task's kind of call, unless it was checked before, and then time the call.
+        """Check the result of a task's call on a short problem, and then time the call itself.
 
-        The result is equal on all ranks.
+        A call with a series, mask and pass that was checked before is not checked again. For a
+        profiled task, the call is profiled instead of timed. All ranks return equal results.
         """
         self.slow = ""
         try:
@@ -472,7 +478,11 @@ class _Bench:
         self.torch.cuda.synchronize()
 
     def _check(self, task: Task) -> None:
-        """Compare a call of a short problem with float64, once for each kind of call."""
+        """Compare the result of a call on a short problem with a float64 result.
+
+        The call has the task's series, mask and pass. Each combination of series, mask and pass is
+        checked once.
+        """
         key = (task.series, task.causal, task.pass_)
         if key not in self.passed:
             self._all(self._compare, *key)

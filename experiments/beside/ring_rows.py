@@ -8,10 +8,12 @@ rank computes one attention call and merges the result, while parts travel on th
 During step s, the link carries the operands for step s + 1 and the results of step s - 1. If
 results travel, half of the first step's heads are computed at the end, while the last results
 travel home. With a causal mask, the first step is causal, and the other steps have half of the
-pairs of rows and columns. The time of a call is the measured time of one GPU at the rank's length.
-A rank sends and receives at the same time. The model ignores latency, other traffic, and waiting
-for slower ranks. `ring_fit` compares the model with measured calls. If the model does not hold,
-`ring_fit` fits two further parameters: a factor on the time of the calls, and a time for each step.
+pairs of rows and columns. A rank has N / ranks rows of the sequence. The time call_s is therefore
+based on the measured time of one GPU for a sequence of N / ranks rows. A rank sends and receives at
+the same time. The model ignores latency, other traffic, and waiting for slower ranks.
+
+`ring_fit` compares the model with measured calls. If the model does not hold, `ring_fit` fits two
+further parameters: a factor on the time of the calls, and a time for each step.
 """
 
 import math
@@ -162,10 +164,10 @@ def sent_bytes(problem: Problem, ranks: int, series: str, pass_: str) -> int:
 
 
 def over(rows: Sequence[Row], ranks: int) -> list[Row]:
-    """Return the measured rows of calls over a number of GPUs, and the rows of one GPU alone.
+    """Return the measured rows of calls on `ranks` GPUs, and the rows of calls on one GPU alone.
 
-    One GPU alone may have been measured together with several numbers of GPUs. The rows of the
-    largest number come last.
+    Calls on one GPU alone may have been measured in several runs, with different numbers of GPUs.
+    The rows of these runs are sorted, and the run with most GPUs comes last.
     """
     mine = [row for row in rows if row.source == "measured"]
     alone = sorted((row for row in mine if row.series == ONE), key=ranks_of)

@@ -128,11 +128,11 @@ def _named(row: Row) -> tuple[object, ...]:
 
 
 def _names(task: Task) -> set[tuple[object, ...]]:
-    """Return the identifiers of stored rows that make a task superfluous.
+    """Return identifiers of rows. If a row with one of them is stored, the task has been measured.
 
-    An identifier is what `_named` returns for a row. Usually a task has one identifier. The task of
-    one GPU alone has one identifier for each number of ranks, because its time does not depend on
-    the number of ranks.
+    An identifier is a tuple that `_named` returns for a row. Usually a task has one identifier. A
+    task of one GPU alone has an identifier for each number of ranks that a run may have, because
+    its time does not depend on the number of ranks.
     """
     metric = "hidden_copies" if task.profiled else "time"
     ranks = {*SIZES, task.ranks} if task.series == ONE else {task.ranks}
@@ -156,6 +156,10 @@ class Group(NamedTuple):
 
 
 def groups(tasks: Sequence[Task]) -> list[Group]:
-    """Return the tasks in their order, divided where the number of GPUs changes."""
+    """Return the tasks in their order, as groups of neighbouring tasks.
+
+    A new group begins where the number of GPUs changes, and where profiled tasks follow tasks that
+    are not profiled (or the other way round).
+    """
     neighbours = itertools.groupby(tasks, lambda task: (task.ranks, task.profiled))
     return [Group(ranks, list(each)) for (ranks, _), each in neighbours]

@@ -1,8 +1,11 @@
 """The bytes that Hopper's backward kernels spill, found by compiling the kernels without a GPU.
 
-Plans use the table `fa_numba/choices/spills.csv`. A row of the table is about an option for a range
-of head dimensions. The column `beside` may name another option, or a case such as "no mask". To
-fill a row, the kernels of several calls are compiled (see `calls`). The row contains the largest
+Plans use the table `fa_numba/choices/spills.csv`. A row of the table says how many bytes a kernel
+spills if a call has an option (column `option`). The row is valid for head dimensions from `first`
+to `last`. If the column `beside` is not empty, the row is valid only for calls that also have the
+option or the property in this column, such as "lengths" or "no mask".
+
+To fill a row, the kernels of several calls are compiled (see `calls`). The row contains the largest
 number of bytes that one of these kernels spills.
 """
 
@@ -50,10 +53,13 @@ GIVEN: dict[str, dict[str, Any]] = {
 def calls(row: dict[str, str]) -> Iterator[tuple[int, tuple[str, ...]]]:
     """Yield the calls for a row of the table, as (head dimension, names of options in GIVEN).
 
-    If the row's range ends at a number in DIMENSIONS, the head dimensions are the numbers in
-    DIMENSIONS within the range. Otherwise the head dimension is 64. The calls are with and without
-    a causal mask, unless the row is about one of the two cases. Calls with a window have no causal
-    mask.
+    The row is valid for head dimensions from its column `first` to its column `last`. If `last` is
+    a number in DIMENSIONS, the calls have each head dimension in DIMENSIONS within this range.
+    Otherwise the calls have head dimension 64.
+
+    There are calls with a causal mask and calls without a mask. Rows for the option "window" or
+    with "no mask" in the column `beside` have no calls with a causal mask. Rows with "one chunk" in
+    the column `beside` have only calls with a causal mask.
     """
     option, beside = row["option"], row["beside"]
     last = int(row["last"])

@@ -56,10 +56,12 @@ PROTOCOL = (
 
 
 def flex_given(make: Variant, N: int, H: int, place: str = "cuda") -> dict[str, Any]:
-    """Return the option of flex_attention, as {name: function}, for one of our variants.
+    """Return the option with which flex_attention computes one of our variants.
 
-    `make` is our variant. torch's function uses the values that our function captures. Raise
-    KeyError if there is no such function for the variant.
+    The result is {"mask_mod": function} or {"score_mod": function}. The function computes with
+    torch's tensors. It uses the values that our own function captures, with arrays as tensors on
+    the device `place`. `make` is the variant. Raise KeyError if the table _MADE contains no
+    function for the variant.
     """
     ((option, function),) = make(N, H).items()
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
