@@ -357,15 +357,17 @@ def _blocks(
     problem: Problem, arrays: Sequence[Any], halves: Sequence[int], rows: int, share: int,
     options: dict[str, Any],
 ) -> Iterator[tuple[Any, list[np.ndarray], dict[str, Any]]]:  # fmt: skip
-    """Yield blocks of at most `rows` rows, of the first and of the last head.
+    """Yield some blocks of rows of Q, with the keys and values that the rows see.
 
-    Each item is the index of the block in O, the arrays [q, k, v] of the block, and options for
-    `reference.attention`. The arrays have the shape (1, 1, N, d), with N rows or columns.
+    The blocks are from the first head of the first batch entry and from the last head of the last
+    batch entry. A block has at most `rows` rows, and at most 1 / `share` of the rows of the
+    sequence. `halves` says where the blocks of a head begin: 0 is a block at the beginning of the
+    sequence, 1 is a block in the middle, and 2 is a block at the end.
 
-    A block begins n * L / 2 rows after the first row, for each n in `halves`. L is the sequence
-    length minus the rows of a block. A block has at most 1 / `share` of the rows of the sequence.
-    Columns after the last column that a row of the block sees are cut off. A block that sees no
-    column is left out.
+    Each item has three parts: the index of the block in O, the arrays [q, k, v] of the block, and
+    options for `reference.attention`. q has the shape (1, 1, rows, d). k and v have the shape
+    (1, 1, columns, d), and end at the last column that a row of the block sees. A block that sees
+    no column is left out.
     """
     for b, h in dict.fromkeys([(0, 0), (problem.batch - 1, problem.heads_q - 1)]):
         Nq, _ = problem.lengths(b)

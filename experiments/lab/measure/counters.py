@@ -316,9 +316,10 @@ def total(launches: Sequence[dict[str, float]] | str) -> dict[str, float] | str:
     Returns
     -------
     dict or str
-        The sum of each counter. If the call failed, the reason. A reason too if the call has
-        several kernels and a counter is a ratio, because ratios cannot be added. Names of ratios do
-        not end in ".sum".
+        Maps the name of each counter to the sum over all launches. If the call failed, the result
+        is text with the reason. The result is also such a text if the call has several launches and
+        a counter is a ratio, because ratios cannot be added. A counter whose name does not end in
+        ".sum" is a ratio.
     """
     if isinstance(launches, str):
         return launches

@@ -1,8 +1,11 @@
-"""The moves of tiles between global memory and a thread block: a traced call as rows, and back.
+"""Traces of calls: which tiles a thread block loads and stores, in which order.
 
-A move is one traced access: a thread block loads or stores some rows of one array. The clock of a
-trace is the number of bytes moved so far, where thread blocks run one after the other. A tile is on
-chip from its load until another tile replaces it.
+A move is one traced access: a thread block loads or stores some rows of one array. `notes` writes
+the moves of a trace into rows of data, and `traces` makes traces from such rows.
+
+A trace has a clock, which counts bytes instead of seconds. The clock is the number of bytes moved
+so far, where thread blocks run one after the other. `Trace.held` says when each tile is on the
+chip, and `Trace.visits` says when each tile of S is computed.
 """
 
 import re
@@ -239,9 +242,10 @@ class Trace:
         """Return the intervals of the clock in which tiles are on chip.
 
         A tile of Q, K or V is in shared memory from its load until another tile takes its slot, or
-        the thread block ends. A tile of O, l, m or L is in registers from its load until its store.
-        If such a tile was not loaded, the interval begins when the tile of Q with the same rows has
-        been loaded, and the results of the row tile before have been stored.
+        until the thread block ends. A tile of O, l, m or L is in registers from its load until its
+        store. A kernel may also compute a tile of O, l, m or L without loading it. The interval of
+        such a tile begins after two moves: the load of the tile of Q with the same rows, and the
+        last store of the previous row tile.
         """
         return [held for moves in self.blocks.values() for held in self._held_by(moves)]
 
@@ -376,8 +380,10 @@ def steps(trace: Trace) -> dict[str, list[Any]]:
     Returns
     -------
     dict
-        "steps": for each event the text "moves|tiles on chip|tile of S|lines|thread block".
-        "bytes": for each event the clock after it.
+        Two lists with one entry for each event (see `events`). "steps" contains texts, in which
+        "|" separates five parts: the moves, the tiles on the chip, the tile of S that is computed,
+        the numbers of the paper's lines, and the number of the thread block. "bytes" contains the
+        clock after each event.
     """
     clean = passes(trace)
     fills = {*trace.moves} - {*clean.moves}
@@ -411,7 +417,8 @@ def traces(rows: Iterable[Row]) -> list[Trace]:
     Parameters
     ----------
     rows : iterable of Row
-        Rows of data. Rows of counted traffic must have notes of `notes`. Other rows are ignored.
+        Rows of data. The used rows have the source "counted" and the metric "traffic". Their notes
+        must be notes that `notes` has written. All other rows and failed rows are ignored.
 
     Returns
     -------

@@ -1,8 +1,10 @@
-"""Dictionaries by series, whose values for other units are derived from those of the first unit.
+"""A dictionary from series to values, such as labels, that derives some values from others.
 
-The name of a series is algorithm-unit or algorithm-unit-variant. A value, such as a label, is
-written once, for the series of the first unit. The value for another unit's series follows from the
-attributes of that unit (``fa_numba.choices.units``), also if the unit is registered later.
+The name of a series is algorithm-unit or algorithm-unit-variant, such as "fa1-mma-splits". The
+values are written only for series of the first registered unit ("simt"). The value for a series of
+another unit is derived from two things: the value for the series of the first unit, and the
+attributes of the other unit (``fa_numba.choices.units``). A unit that is registered later therefore
+needs no values of its own.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,12 +15,17 @@ FIRST = next(iter(UNITS))
 
 
 class OfSeries(dict[str, str]):
-    """Maps the name of a series to a value. Values for units other than the first unit are derived.
+    """A dictionary from the name of a series to a value, such as a label.
 
-    ``derived(unit, rest, value)`` returns the value for a series of another unit. ``rest`` is the
-    name of the series without the unit, such as "fa1-splits". ``value`` is the value of the series
-    that has the first unit instead, or "" if there is none. If ``derived`` returns "", the series
-    has no value.
+    Parameters
+    ----------
+    own : mapping of str to str
+        Values that are written explicitly, usually for series of the first unit ("simt").
+    derived : callable
+        Function ``derived(unit, rest, value)`` that returns the value for any other series.
+        ``unit`` is the unit of this series. ``rest`` is the name of the series without the unit,
+        such as "fa1-splits". ``value`` is the value of the series with the first unit instead, or
+        "" if there is none. If ``derived`` returns "", the series has no value.
     """
 
     def __init__(self, own: Mapping[str, str], derived: Callable[[Unit, str, str], str]) -> None:

@@ -61,11 +61,12 @@ _BACKWARD = {"fa1-simt": "FA-1 (one block per head)", "fa2-simt": "FA-2 (grid ov
 
 
 def _label(unit: Unit, rest: str, of_first: str) -> str:
-    """Return the label of another unit's series: the first unit's label, marked with the unit.
+    """Return the label of a series on a unit other than "simt"; see `OfSeries`.
 
-    `rest` is the name of the series without the unit. `of_first` is the label of the first unit's
-    series. A series of a precision, for which the first unit has no label, has the precision's name
-    in its label.
+    `rest` is the name of the series without the unit, such as "fa1-splits". `of_first` is the label
+    of the same series on "simt", or an empty text. The result is this label with a mark for the
+    unit. For a series with a precision, such as "fa2-fp16x3", there is no label on "simt". The
+    result then contains the name of the precision. Without both, the result is an empty text.
     """
     order, *variant = rest.split("-")
     name, comma, more = of_first.partition(", ")

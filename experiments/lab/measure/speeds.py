@@ -164,9 +164,10 @@ def measure(study: Study, options: Options, bench: Bench) -> Iterator[Row]:
 def _calls(study: Study, problem: Problem, multiprocessors: int) -> Iterator[Variant]:
     """Yield the calls of a problem that a study measures.
 
-    For FA-1 with query splits, the number of splits is chosen here. "fwd+bwd" has the number of
-    splits of the backward pass. If no number can be chosen because planning fails, the call is
-    yielded without the option `query_splits`.
+    For a series of FA-1 with query splits, this function chooses the number of splits. A call of
+    the pass "fwd+bwd" gets the number of splits that is best for the backward pass alone. If
+    planning fails, no number can be chosen. The call is then yielded without the option
+    `query_splits`.
     """
     for pass_ in study.passes:
         for series in study.at(problem, pass_):

@@ -35,8 +35,8 @@ class Variant:
     passes : str, default "fwd"
         "fwd", "bwd" or "fwd+bwd".
     by_row_tile : bool, default False
-        Whether the forward pass is computed by one call for each row tile of q. A loop order whose
-        grid is over row tiles then has one thread block per head at a time.
+        Whether the forward pass is computed by one call for each row tile of q, one call after the
+        other. Each call of FA-2 then has one thread block per head.
     """
 
     series: str
@@ -67,14 +67,16 @@ def splits_of(fa1: str, splits: int, passes: str = "fwd") -> Variant:
     fa1 : str
         Name of the series without splits, such as "fa1-mma".
     splits : int
-        Number of thread blocks per head. With 1, the result is a copy of the series without splits.
+        Number of thread blocks per head.
     passes : str, default "fwd"
-        The passes.
+        "fwd", "bwd" or "fwd+bwd".
 
     Returns
     -------
     Variant
-        The call. The name of its series ends in "-splits".
+        The call. The name of its series ends in "-splits". If `splits` is 1, the call is not
+        measured, because it equals the call of the series `fa1`. The rows of `fa1` are copied
+        instead.
     """
     series = f"{fa1}-splits"
     if splits == 1:

@@ -1,9 +1,12 @@
 """Digests of Python code that do not change when only words change.
 
-Words are docstrings, comments, annotations, the arguments of ``raise``, the texts that a progress
-bar or ``say`` shows, and local variables that only words use. Calls of functions named
-``check_...`` whose result is not used count as words too, and so do unused imports. A digest also
-does not depend on line breaks and on the names of local variables.
+Words are the parts of a program that do not affect the numbers which the program computes. They are
+docstrings, comments, annotations, the arguments of ``raise``, the texts that a progress bar or
+``say`` shows, and local variables that only words use. Calls of functions named ``check_...`` whose
+result is not used count as words too, and so do unused imports.
+
+The normal form of a program or statement is text that does not depend on words, line breaks and the
+names of local variables. A digest is computed from the normal form.
 """
 
 from __future__ import annotations
@@ -54,7 +57,10 @@ _PURE = frozenset(
 
 
 def of_files(paths: Iterable[Path], root: Path) -> str:
-    """Return one digest of several Python files and of their paths below `root`, without words."""
+    """Return one digest of the code in several Python files, and of their paths below `root`.
+
+    The digest does not depend on words, such as docstrings (see the docstring of the module).
+    """
     found = hashlib.sha256()
     for path in sorted(paths):
         stat = path.stat()
@@ -92,14 +98,22 @@ def _of_file(path: Path, changed: int, size: int) -> str:
 
 
 def of_text(text: str) -> str:
-    """Return the normal form of a program, as text without words, for making a digest."""
+    """Return the normal form of a Python program, from which a digest can be computed.
+
+    `text` is the source text of the program. The normal form is text that does not depend on
+    docstrings, comments and other words (see the docstring of the module).
+    """
     statements = _wordless(text)
     outside = _BUILTINS | {name for each in statements for name in _bound(each)}
     return "\n".join(_written(each, frozenset(outside)) for each in statements)
 
 
 def _wordless(text: str) -> list[ast.stmt]:
-    """Return the statements of a program without words."""
+    """Return the syntax trees of a program's statements, with the words removed.
+
+    `text` is the source text of the program. Words are docstrings, comments and other parts that
+    the docstring of the module lists.
+    """
     tree, functions = ast.parse(text), []
     for node in _nodes(tree):
         if isinstance(node, ast.Raise):
@@ -239,9 +253,10 @@ def _is_sentence(value: ast.expr) -> bool:
 
 
 def _is_pure(value: ast.AST) -> bool:
-    """Return whether computing a value has no side effect, so that it may be left out.
+    """Return whether the evaluation of an expression has no side effect.
 
-    Formatted text counts as pure, whatever it contains.
+    An assignment of such an expression to an unused variable may be removed. An f-string is assumed
+    to have no side effect, whatever expressions it contains.
     """
     if isinstance(value, ast.JoinedStr):
         return True
@@ -303,7 +318,10 @@ def _global_names(bare: ast.stmt) -> set[str]:
 
 
 class _Module:
-    """The statements of a module's file without words, found by the names that they bind."""
+    """The statements of a module of `experiments`, and which names each statement defines or uses.
+
+    Docstrings, comments and other words are removed (see the docstring of this file).
+    """
 
     def __init__(self, name: str, path: Path) -> None:
         self.package = name if path.name == "__init__.py" else name.rpartition(".")[0]
@@ -340,7 +358,7 @@ class _Module:
         return {*self.names.get(name, ()), *(n for n, names in self._loose if name in names)}
 
     def text(self, n: int) -> str:
-        """Return the normal form of statement number n, as text."""
+        """Return text that identifies the code of statement number n; see `_written`."""
         if n not in self._texts:
             self._texts[n] = _written(self.statements[n], self._outside, self.imports)
         return self._texts[n]
@@ -375,10 +393,11 @@ class _Module:
         return [each for each in found if each[0].partition(".")[0] == PACKAGE]
 
     def _inside(self, module: str, name: str) -> tuple[str, str]:
-        """Return the module, or the name in a module, that an import refers to.
+        """Return the module that defines an imported object, and the object's name in this module.
 
-        The statement imports `name` from `module`. If the imported object is a module, the result
-        is (that module, "*"). Otherwise, the result is (module that defines the name, name).
+        The statement is ``from module import name``. If the imported object is itself a module, the
+        name in the result is "*". If `module` has imported the object from another module of
+        `experiments`, the result names this other module.
         """
         if module.partition(".")[0] != PACKAGE or not name:
             return module, name or "*"
@@ -396,10 +415,12 @@ def _written(
     outside: frozenset[str],
     imports: Mapping[str, tuple[str, str]] | None = None,
 ) -> str:
-    """Return the normal form of a statement, with the names of other statements that it uses.
+    """Return text that identifies the code of a statement, for making a digest.
 
-    `outside` contains the names that are not local to the statement. `imports` maps an imported
-    name to a pair: the module, and the name of the object in that module.
+    The text contains the names that the statement binds, its code without the names of local
+    variables, and the names from outside that it uses. `outside` contains all names that are not
+    local to the statement. `imports` maps an imported name to a pair: the module, and the name of
+    the object in that module. Imported names are written with the module's name.
     """
     made = template(statement, outside)
     names = []

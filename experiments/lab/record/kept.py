@@ -1,10 +1,10 @@
 """Reuse of counts that the emulator made in an earlier run.
 
 The emulator counts the same numbers on every machine. Therefore counting is repeated only if
-something changed. The JSON file of the emulator's rows contains two kinds of digests: of the rows,
-and of the code and kernels with which they were counted (see `ran`). A complete run takes the
-stored rows on two conditions. The run would launch the same kernels with the same code. The stored
-rows still have the stored digest.
+something changed. The JSON file of the emulator's rows contains two kinds of digests: a digest of
+the rows, and digests of the code and kernels with which they were counted (see `ran`). A complete
+run uses the stored rows instead of counting again if both kinds of digests still match: the rows
+are unchanged, and the run would launch the same kernels by the same code.
 """
 
 import hashlib

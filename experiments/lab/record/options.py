@@ -80,9 +80,10 @@ class Options:
         self, make: Callable[[int, int, bool], T], seqlens: Sequence[int], head_dims: Sequence[int],
         masks: Sequence[bool] = (False,),
     ) -> list[T]:  # fmt: skip
-        """Return one problem (or anything else) for each head dimension, mask and length.
+        """Call `make` for each head dimension, mask and sequence length, and return the results.
 
-        The user's choices replace the given values.
+        If the user chose head dimensions, masks or sequence lengths on the command line, these
+        replace the experiment's values.
 
         Parameters
         ----------

@@ -1,18 +1,20 @@
 """Records the code and the kernels with which a run was made, as digests.
 
 A run stores these digests with its rows. Later, `changed` compares them with the digests of today's
-code, and so finds out without a run whether a run would give the same rows. The digests ignore
-words (see `code_digest`). The entries are
+code. In this way it finds out, without a run, whether a run would give the same rows. The digests
+ignore words, such as docstrings (see `code_digest`).
 
-`experiment`  digest of the code that `measure` uses, by module of `experiments`
-`plans`       maps a request, as text, to what its plan launched: digests of every kernel, and of
-              grids, arguments and workspace. The plan can be made again from the text.
-`kernels`     name and digest of the kernels that no such plan launched
-`modules`     digests of the modules with the code of `kernels`
-`calls`       digest of fa_numba's files that turn a call into launches. Counts always have this
-              entry. Runs on a GPU have this entry if they have `kernels`, because no request
-              describes the launches of `kernels`.
-`emulator`    digest of the emulator's files; only for counts
+The digests of a run are a dictionary. Its entries are:
+
+`experiment`  maps each module of `experiments` that `measure` uses to a digest of the used code
+`plans`       maps each request, written as text, to a line about the plan's launches: digests of
+              every kernel, and of grids, arguments and workspace. `changed` makes the plan again
+              from the text, and compares the line.
+`kernels`     names and digests of all other kernels, which no plan in `plans` launches
+`modules`     maps each module with code of the kernels in `kernels` to a digest
+`calls`       digest of fa_numba's files that turn a call into launches. Counts of the emulator
+              always have this entry. Runs on a GPU have this entry only if they have `kernels`.
+`emulator`    digest of the emulator's files; only for counts of the emulator
 """
 
 from __future__ import annotations
@@ -65,8 +67,14 @@ Ran = dict[str, Any]
 class Collected:
     """The launches of a run so far, in this process and in other processes.
 
-    `launched` contains the launches of this process, and `told` the launches of other processes.
-    `files` contains the digests `calls` and `emulator` as they were before the run.
+    Parameters
+    ----------
+    launched : Launched
+        The kernels that this process has launched, and the requests of their plans.
+    files : dict
+        The digests `calls` and `emulator` as they were before the run; see the module's docstring.
+    told : dict
+        Maps "gpu" to a list with the digests that other processes have passed to `tell`.
     """
 
     launched: device.Launched

@@ -169,8 +169,9 @@ class Recorder:
     def _write(self, machine: str, stored: Sequence[Row], rows: Sequence[Row]) -> bool:
         """Write the CSV and the JSON file of a machine. Return whether anything was written.
 
-        Nothing is written if the stored rows have the same numbers. On a GPU, the stored rows must
-        also have been made with the same code and kernels.
+        Nothing is written if the new rows would equal the stored rows, except for the ids of runs.
+        If the rows are not from the emulator, nothing is written only if, in addition, all stored
+        runs have the same digests of code and kernels as this run.
         """
         described = self.store.path(self.experiment, machine, ".json")
         earlier = self.store.runs(self.experiment, machine)

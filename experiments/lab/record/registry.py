@@ -24,9 +24,9 @@ class Experiment(Protocol):
         FIGURES              further figures: {name of the file: function of the rows, like `draw`}
         TABLES               further tables: {name: function of the rows, like `table`}
         NEEDS                ("GPU",) or ("GPU", "torch"): requirements for measuring
-        TAKES                options among `options.LIMITED` that it takes. Default: all but "tiles"
-                             and "seconds"
-        PROTOCOL             a sentence on how it measures, stored with its rows
+        TAKES                the options that `measure` supports, among the names in
+                             `options.LIMITED`. Default: all but "tiles" and "seconds"
+        PROTOCOL             a sentence on how the experiment measures, stored with the rows
         sweep_of(row)        name of the sweep that a row belongs to, if the experiment has several
     """
 
@@ -106,7 +106,7 @@ def load(name: str) -> Experiment:
 
 
 def words(experiment: Experiment) -> tuple[str, str]:
-    """Return the first two paragraphs of an experiment's docstring, for the command `list`.
+    """Return the first two paragraphs of an experiment's docstring.
 
     Parameters
     ----------

@@ -330,7 +330,9 @@ def nested(rows: Iterable[Row], *names: Any, **fields: Any) -> dict[Any, Any]:
 
 
 def setting(row: Row) -> tuple[Any, ...]:
-    """Return the values that are equal for all rows that a run measures together.
+    """Return the setting of a row: which call was measured, without the quantity and the tiles.
+
+    A run measures all rows of one setting together, such as the time and the memory of a call.
 
     Parameters
     ----------

@@ -20,10 +20,10 @@ START = "fork"
 
 
 def side_by_side(runner: Any, names: Sequence[str]) -> None:
-    """Draw the named figures, in as many processes as there are cores.
+    """Draw the named figures at the same time, in up to as many processes as there are cores.
 
-    On a machine with a GPU, for a single figure, and without the start method "fork", this process
-    draws the figures one after the other.
+    This process draws the figures itself, one after the other, in three cases: the machine has a
+    GPU, there is only one figure or one core, or the operating system cannot fork processes.
 
     Parameters
     ----------

@@ -112,8 +112,9 @@ class Origin:
     def for_machine(self, machine: str, own: Mapping[str, str] | None = None) -> dict[str, Any]:
         """Return the description of the run for the JSON file of a machine.
 
-        `own` contains the experiment's own sentences on how it measures. For a GPU they are added
-        to the protocol.
+        `machine` is "model", "emulator" or a GPU. `own` maps the name of an experiment to the
+        sentences with which the experiment describes its measurement. If the machine is a GPU,
+        these sentences become a part of the entry "protocol".
         """
         about = dict(self._common)
         if machine == MODEL:

@@ -338,10 +338,10 @@ class Runner:
         gpus = [machine for machine in places if machine not in _NOT_GPUS]
 
         def preferred(machine: str) -> tuple[bool, bool, str, str]:
-            """Return a sort key that puts the preferred GPU last.
+            """Return a sort key for the name of a GPU. The preferred GPU gets the largest key.
 
-            The order is: GPUs of other recordings by date, GPUs with a recording in --out, this
-            machine's GPU.
+            This machine's GPU is preferred to all other GPUs. Among the other GPUs, a GPU with a
+            recording in the folder --out is preferred. Then a later date is preferred.
             """
             date = max((str(run.get("date")) for run in runs[machine]), default="")
             return machine == self.machine, places[machine] is self.store, date, machine

@@ -130,7 +130,9 @@ def _sides(traces: Sequence[Trace]) -> tuple[Any, list[Side]]:
 
 
 def draw(traces: Sequence[Trace]) -> Any:
-    """Draw the picture of the moment at which most of the bytes have moved.
+    """Draw both loop orders at one moment, after both have moved the same number of bytes.
+
+    The number is MOMENT times the bytes of the loop order that moves fewer bytes in total.
 
     Parameters
     ----------

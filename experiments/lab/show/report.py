@@ -104,7 +104,10 @@ def shared_tables() -> dict[str, Across]:
 
 
 def gpu(store: Store, experiment: str) -> str:
-    """Return the GPU whose numbers the pages show for an experiment.
+    """Return the name of the GPU whose numbers the pages show for an experiment.
+
+    The first GPU in this list that has recorded the experiment is returned: LATER (an H100), then
+    MACHINE (an H200), then the only other GPU with a recording.
 
     Parameters
     ----------
@@ -116,9 +119,8 @@ def gpu(store: Store, experiment: str) -> str:
     Returns
     -------
     str
-        Name of the GPU: LATER (an H100) if it has recorded the experiment; otherwise MACHINE (an
-        H200) if it has recorded the experiment. If neither of them has, the result is the only
-        other GPU with a recording. Without such a GPU, or with several, the result is MACHINE.
+        Name of the GPU. If no GPU has recorded the experiment, or if only several other GPUs have,
+        the result is MACHINE.
     """
     if store.read(experiment, LATER):
         return LATER
@@ -174,9 +176,11 @@ def text(name: str, store: Store) -> str:
 
 
 def _seconds(store: Store, gpus: Mapping[str, str]) -> dict[str, float]:
-    """Return the measuring time in seconds of each experiment whose runs all contain this time.
+    """Return how long the recording of each experiment took, as {experiment: seconds}.
 
-    `gpus` maps an experiment to the GPU whose recording is used.
+    The time is the sum over the runs of the recording. `gpus` maps an experiment to the GPU whose
+    recording is used. An experiment is left out if one of the recording's runs did not store its
+    time.
     """
     found = {}
     for name, machine in gpus.items():
@@ -187,10 +191,11 @@ def _seconds(store: Store, gpus: Mapping[str, str]) -> dict[str, float]:
 
 
 def _how_timed(store: Store, gpus: Mapping[str, str]) -> str:
-    """Return sentences about the clocks of timed runs, and about times of few runs.
+    """Return text about how the times of several experiments were measured.
 
-    `gpus` maps an experiment to the GPU whose recording is used. The text is empty without timed
-    rows.
+    The text describes the GPU's clock during the measurement. It also names the times that are
+    medians of few calls. `gpus` maps an experiment to the GPU whose recording is used. The text is
+    empty if the recordings contain no times.
     """
     said = []
     for name, machine in gpus.items():

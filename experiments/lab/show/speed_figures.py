@@ -64,7 +64,12 @@ LENGTH = "sequence length N (tokens)"
 
 
 def _names(study: Study) -> dict[str, str]:
-    """Return the labels of series. If the study has a backward pass, labels say the grid."""
+    """Return the labels of the series in the figure, as {series: label}.
+
+    In the backward pass, both loop orders have the loop over K and V outside, and differ in the
+    grid. If the study has a pass other than "fwd", the labels therefore name the grid instead of
+    the loop order.
+    """
     return LABELS if study.passes == ("fwd",) else BACKWARD_LABELS
 
 

@@ -364,7 +364,11 @@ def byte_axis(axis: Any) -> None:
 
 
 def _settle(figure: Figure) -> None:
-    """Lay out the panels and round their positions: an SVG file depends on the last bits."""
+    """Lay out the panels of a figure, and round their positions to five decimals.
+
+    Without rounding, the last bits of the positions could differ between machines, and equal
+    figures would be saved as different SVG files.
+    """
     engine = figure.get_layout_engine()
     if engine is not None:
         engine.execute(figure)
