@@ -1,4 +1,7 @@
-"""The command line. `python -m experiments --help` lists the commands."""
+"""The command line `python -m experiments`, which measures and draws experiments.
+
+`python -m experiments --help` lists the commands.
+"""
 
 import argparse
 import signal
@@ -41,9 +44,10 @@ For the full description of an experiment, run python -m experiments list NAME""
 
 
 def _several(one: Callable[[str], T]) -> Callable[[str], tuple[T, ...]]:
-    """Return a parser of values that are separated by commas.
+    """Return a function that parses text with several values, separated by commas.
 
-    `one` parses a single value. The parser returns a tuple, in which each value occurs once.
+    `one` parses a single value. The returned function takes the text, and returns a tuple of the
+    values in their order. A value that is repeated in the text occurs once in the tuple.
     """
     return lambda text: tuple(dict.fromkeys(one(part) for part in text.split(",")))
 
@@ -252,10 +256,11 @@ def _list(console: Console, chosen: Sequence[str], verbose: bool) -> None:
 
 
 def _options(args: argparse.Namespace) -> Options:
-    """Return the options that the command line selects.
+    """Return the `Options` object for the parsed command line `args`.
 
-    Raise ValueError if the run is a part of an experiment, but --out names the folder of complete
-    runs.
+    A run is partial if options such as --quick or --seqlens select a part of an experiment. The
+    folder `figures` contains complete runs only. Raise ValueError if the run is partial, and --out
+    names the folder `figures`.
     """
     given = {name: getattr(args, name) for name in ("quick", "recount", "replace", *LIMITED)}
     options = Options(**given | {"causal": CAUSAL.get(args.causal)})
@@ -293,7 +298,10 @@ def _origins(console: Console) -> int:
 
 
 def _outdated(console: Console) -> int:
-    """Print the state of every recording. Return the exit status: 1 if one is outdated, else 0."""
+    """Print whether each recording is current, outdated or unknown. Return the exit status.
+
+    The exit status is 1 if at least one recording is outdated, else 0.
+    """
     found = list(outdated.states(Store(FIGURES)))
     for each in found:
         console.print(str(each), soft_wrap=True, highlight=False)

@@ -60,9 +60,10 @@ def setting(head_dim: int, dtype: str = "float32") -> Problem:
 
 
 def sweep(sizes: Sequence[int], fixed: int) -> list[tuple[str, int, int]]:
-    """Return calls as (series, Br, Bc), in which one block size varies over `sizes`.
+    """Return calls as (series, Br, Bc), in which one of the two block sizes varies over `sizes`.
 
-    The other block size is `fixed`. Both loop orders run over Bc. Only FA-2 (Q outer) runs over Br.
+    The other block size is `fixed`. There are calls with varying Bc for both loop orders, and calls
+    with varying Br for FA-2 only.
     """
     over_bc = [(series, fixed, size) for series in (FA1, FA2) for size in sizes]
     over_br = [(FA2, size, fixed) for size in sizes]
@@ -70,10 +71,11 @@ def sweep(sizes: Sequence[int], fixed: int) -> list[tuple[str, int, int]]:
 
 
 def wanted(problem: Problem, quick: bool = False) -> list[Setting]:
-    """Return the calls to measure for a problem: a series and block sizes each.
+    """Return the calls to measure for a problem. Each call has a series, Br and Bc.
 
-    At the paper's head dimension, both loop orders run over both block sizes. At other head
-    dimensions, only the block size on which the accesses depend varies: Bc for FA-1, Br for FA-2.
+    At the paper's head dimension, Br varies in some calls and Bc in other calls, for both loop
+    orders. At other head dimensions, only the block size on which the accesses depend varies: Bc
+    for FA-1, and Br for FA-2.
     """
     if problem.head_dim != HEAD_DIM:
         found = [(FA1, FIXED, n) for n in FEWER_SIZES] + [(FA2, n, FIXED) for n in FEWER_SIZES]

@@ -69,7 +69,8 @@ def planned(series: str, problem: Problem) -> tuple[Any, int]:
 def dram(series: str, problem: Problem, gpu: lru.Device, capacity: int) -> int:
     """Return the DRAM bytes of a call on `gpu`, by the model with a cache of `capacity` bytes.
 
-    If `capacity` is 0, these are the bytes of all accesses.
+    If `capacity` is 0, the result is the bytes of all accesses, because every access then reaches
+    DRAM.
     """
     made, splits = planned(series, problem)
     if not capacity:

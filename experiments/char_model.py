@@ -260,11 +260,13 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
 
 
 def _rows(found: Any, expected: Any, seed: int, **common: Any) -> Iterator[Row]:
-    """Yield the losses of one training run, and the differences from `expected`.
+    """Yield rows with the losses of one training run, and with differences of losses.
 
-    `found` and `expected` are results of `train`; `expected` is of REFERENCE with the same seed. If
-    `expected` is None, and for REFERENCE itself, no differences are yielded. The first loss, every
-    EVERY-th loss and the held-out loss are yielded.
+    `found` is the result of `train` for this run. `expected` is the result of `train` for the
+    series REFERENCE with the same seed. Rows are yielded for the first step, for every EVERY-th
+    step and for the held-out text. A difference is the loss in `found` minus the loss in
+    `expected`. There are no differences if `expected` is None, or if this run is the run of
+    REFERENCE.
     """
     losses, held_out = found
     steps = len(losses)

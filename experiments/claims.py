@@ -1,8 +1,10 @@
 """Checks claims about FlashAttention in settings that no other experiment measures.
 
-The settings are: accesses by array, counted on the emulator; keys in one piece, and keys in pages
-whose results are merged; the bytes of 32 heads at N=8192, d=128, fp16; one head at N=131072; and
-the numbers of multiplications and additions.
+On the emulator, the accesses of each array are counted. The emulator also gives the error of one
+call over all keys, and the error of results that were merged from one call per page of keys. On a
+GPU, the bytes, the time and the executed multiplications and additions of forward calls are
+measured, for example with 32 heads at N=8192, d=128 in fp16. The peak memory of one head at
+N=131072 is measured too.
 """
 
 from collections.abc import Iterator, Sequence
@@ -42,7 +44,11 @@ OPERATIONS = {
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
-    """Yield the numbers that the claims need: counts by array; on a GPU bytes, memory and times."""
+    """Yield the numbers that the claims need.
+
+    They are the accesses of each array, by closed forms and counted on the emulator, and errors of
+    merged results. On a GPU, bytes, times and peak memory are measured too.
+    """
     problems = [one_head(COUNTED_SEQLEN, COUNTED_DIM, mask) for mask in (False, True)]
     cases = [(problem, series, 0.0) for problem in problems for series in SIMT]
     cases += [(problems[0], series, DROPOUT) for series in SIMT[1:]]
@@ -143,7 +149,11 @@ def _long(options: Options, bench: Bench) -> Iterator[Row]:
 
 
 def _layer_rows(rows: Sequence[Row]) -> dict[tuple[str, str], Row]:
-    """Return the rows with the bytes of the forward call in fp16, by (series, source)."""
+    """Return the rows with the bytes of the forward call LAYER, as {(series, source): row}.
+
+    LAYER is a problem in fp16 with 32 heads at N=8192 and d=128. A quick run measures a smaller
+    problem instead.
+    """
     wanted = [r for r in rows if r.metric == "traffic" and r.dtype == "float16"]
     return {(r.series, r.source): r for r in wanted if r.value is not None}
 
@@ -152,9 +162,9 @@ _SOURCES = {"model": "accesses (model)", "l2": "L2 (measured)", "dram": "DRAM (m
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """Draw the bytes of the forward call in fp16 (LAYER), by closed forms and measured.
+    """Draw the bytes of one forward call, by closed forms and by hardware counters.
 
-    Return None without rows.
+    The call is in fp16, with 32 heads at N=8192 and d=128 (LAYER). Return None without rows.
     """
     found, shown = _layer_rows(rows), []
     for name in MMA:
@@ -179,7 +189,11 @@ def draw(rows: Sequence[Row]) -> Any:
 
 
 def layer(rows: Sequence[Row]) -> tables.Table | None:
-    """Return the table of the bytes of the forward call in fp16 (LAYER), or None without rows."""
+    """Return the table of the bytes of one forward call, or None without rows.
+
+    The call is in fp16, with 32 heads at N=8192 and d=128 (LAYER). The table also contains the
+    bytes that articles claim.
+    """
     found = _layer_rows(rows)
     lines = []
     for name in MMA:

@@ -85,9 +85,10 @@ def prompts(text: np.ndarray, sequences: int, length: int) -> np.ndarray:
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
-    """Generate the same text with a cache and without.
+    """Generate text with a cache and without a cache, and yield rows that compare both ways.
 
-    Yield how many characters differ, the bytes of attention and, on a GPU, the times.
+    The rows contain the number of characters in which both texts differ, the bytes that attention
+    moves for each character, and on a GPU the time of a character.
     """
     yield from bench.counted([(series,) for series in DTYPES], "generating", _counted)
     for series in DTYPES:
@@ -123,10 +124,11 @@ def _traffic(series: str, place: str, n: int, machine: str, moved: float) -> Row
 def _difference(
     series: str, sequences: int, keys: int, machine: str, differing: int, text: str
 ) -> Row:
-    """Return the row with the number of characters that differ with and without a cache.
+    """Return the row with the number of characters that differ between two ways of generation.
 
-    `differing` is this number, for `sequences` sequences of `keys` characters. `text` is the
-    beginning of a generated text, for the row's note.
+    The two ways are generation with a cache and generation without a cache. `differing` is the
+    number of different characters in `sequences` sequences of `keys` characters. `text` is the
+    beginning of a generated text, which is stored in the row's note.
     """
     common = _columns(series, CACHE, sequences, keys, machine)
     common |= {"metric": "difference", "unit": "characters", "note": f"{TEXT}; {text}"}
@@ -134,9 +136,11 @@ def _difference(
 
 
 def _counted(series: str) -> Iterator[Row]:
-    """Yield the bytes of attention for each character, counted with a cache and without.
+    """Generate text on the emulator, once with a cache and once without a cache.
 
-    The last row has the number of characters that differ. Raise WrongResult if it is not 0.
+    Yield rows with the counted bytes that attention moves for each character. The last row contains
+    the number of characters in which the two texts differ. Raise WrongResult if this number is not
+    0.
     """
     dtype = DTYPES[series]
     w, text = model(), learned()
@@ -194,11 +198,11 @@ def _modelled(series: str, n: int) -> Iterator[Row]:
 
 
 def _timed(series: str, lengths: Sequence[int], machine: str) -> Iterator[Row]:
-    """Yield the milliseconds per character, and how many characters differ without a cache.
+    """Yield rows with the time of a character on a GPU, with a cache and without a cache.
 
-    `lengths` are the lengths of text at which the time is measured. The text is generated with a
-    cache. Then one call of the model without a cache computes the likeliest next character for each
-    beginning of the text. These characters are compared with the text.
+    `lengths` are the lengths of the text at which the time is measured. The last row contains the
+    number of characters that the model would choose differently without a cache; see `_generated`.
+    If the measurement fails, yield one row with the reason.
     """
     taken, failure = attempt(_generated, series, DTYPES[series], sorted(lengths))
     if taken is None:
@@ -215,12 +219,14 @@ def _timed(series: str, lengths: Sequence[int], machine: str) -> Iterator[Row]:
 def _generated(
     series: str, dtype: str, lengths: Sequence[int]
 ) -> tuple[dict[tuple[str, int], list[float]], int, str]:
-    """Generate text on the GPU with a cache, and generate parts of the text again without a cache.
+    """Generate text on the GPU with a cache, and compare it with the model without a cache.
 
-    The parts are the last WINDOW characters before each of the `lengths`. Return three values:
+    The last WINDOW characters before each length in `lengths` are timed. To time them without a
+    cache, they are generated again. To compare, one call of the model without a cache computes the
+    likeliest next character after each beginning of the text. Return three values:
 
-    - {(CACHE or WHOLE, length): times of these characters in milliseconds},
-    - the number of characters that differ without a cache,
+    - {(CACHE or WHOLE, length): times of the timed characters in milliseconds},
+    - the number of characters of the text that are not the likeliest character without a cache,
     - the beginning of the first text.
     """
     trained, text = model(), learned()

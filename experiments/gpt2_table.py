@@ -176,7 +176,8 @@ def whole(rows: Iterable[Row], problem: Problem) -> Found:
     | "measured" | a pass, such as "fwd+bwd" | time in ms |
     | "model", "l2", "dram" | "GB" | bytes of forward plus backward in GB |
 
-    The model's bytes are for the tiles on the GPU if there are such rows.
+    The plan of a call on the GPU may have other tiles than the plan on the emulated device. If the
+    rows contain the closed form for the GPU's tiles, the source "model" is this closed form.
     """
     found: Found = {}
     wanted = row_fields(problem)

@@ -154,9 +154,12 @@ OCCUPIED = {
 def configurations(problem: Problem, hopper: bool = False) -> list[variants.Variant]:
     """Return the calls to measure for a problem.
 
-    If `hopper` is true, these are the steps of HOPPER_LADDER. Otherwise they are the steps on
-    mma.sync, and FA-1 with the rows or the keys of a tile divided over the warps. If the plan of
-    the last step has the tiles of the step before, the last step is a copy of that step.
+    If `hopper` is true, the calls are the steps of HOPPER_LADDER. Otherwise they are the steps on
+    mma.sync, and FA-1 with the rows or the keys of a tile divided over the warps.
+
+    The last step of a ladder uses the tiles of the plan. If these are the tiles of the step before,
+    the last step makes the same call. It is then not measured, and gets a copy of the rows of the
+    step before.
     """
     steps, before = (HOPPER_LADDER, HOPPER_LADDER[-2]) if hopper else (STEPS, LADDER[-2])
     own, measures = plan(HOPPER if hopper else BASE, problem).tiles, _MEASURES if hopper else _ORDER

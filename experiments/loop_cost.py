@@ -130,22 +130,37 @@ GAINS = {
 
 
 def factors(found: Steps) -> dict[str, float | None]:
-    """Return the factors of the gain from FA-1 to FA-2, by the names in GAINS.
+    """Return the factors whose product is FA-2's gain over FA-1, as {name in GAINS: factor}.
 
-    `found` contains the values of the steps, as `by_step` returns them.
+    `found` contains the values of the steps, as `by_step` returns them. A factor is None if a
+    number is missing. Most factors are the time before a change divided by the time after the
+    change:
 
-    A factor is None if a number is missing. Except for the three parts of `order`, a factor is the
-    time before a change divided by the time after the change. The factors satisfy these equations:
+    | factor | change |
+    |---|---|
+    | warps | rows, not keys, are divided over the warps; `total` does not contain this factor |
+    | order_one_block | Q becomes the outer loop, with one thread block per head before and after |
+    | grid | the grid of Q outer covers the sequence |
+    | splits | FA-1 gets query splits |
+    | order | Q becomes the outer loop, on a full grid before and after |
+    | tiles | FA-2's tiles are used instead of FA-1's tiles |
+    | total | all changes from FA-1 to FA-2 |
 
-        total = order_one_block x grid x tiles   the loop order changes at one thread block per head
-        total = splits x order x tiles           the loop order changes on a full grid
+    Three other factors are parts of `order`:
+
+    | factor | ratio |
+    |---|---|
+    | instructions | FA-1's number of executed instructions / FA-2's number |
+    | waiting | FA-2's issued instructions per cycle / FA-1's issued instructions per cycle |
+    | rest | the remaining factor, by idle multiprocessors and the clock |
+
+    The factors satisfy these equations:
+
+        total = order_one_block x grid x tiles
+        total = splits x order x tiles
         order = instructions x waiting x rest
 
-    `warps` is the gain of an earlier step, which `total` does not contain. `instructions` is FA-1's
-    number of instructions divided by FA-2's. `waiting` is FA-2's rate of issued instructions per
-    cycle divided by FA-1's. `rest` is the remaining factor: idle multiprocessors and the clock.
-
-    If FA-1 was also measured at FA-2's tiles, `tiles` is FA-1's gain by these tiles. `total` then
+    If FA-1 was measured at FA-2's tiles too, `tiles` is FA-1's gain by these tiles. `total` then
     starts from FA-1 with its own tiles.
     """
 

@@ -278,10 +278,11 @@ def _roofline(
 
 
 def _names(ax: Any, shown: Mapping[Place, Mapping[str, float]]) -> None:
-    """Write the name of each kernel at its large mark.
+    """Write the name of each kernel next to its mark in a roofline.
 
-    The names of standard attention are to the right of the marks. For any other series, the name is
-    above the mark of the faster pass, and below the mark of the slower pass.
+    The figure has two marks for each kernel. The name is next to the large mark, whose x is FLOPs
+    per byte of DRAM. The names of standard attention are to the right of the marks. For any other
+    series, the name is above the mark of the faster pass, and below the mark of the slower pass.
     """
     for (series, pass_, dtype), of in shown.items():
         other = shown.get((series, "fwd" if pass_ == "bwd" else "bwd", dtype), {})

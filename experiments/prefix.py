@@ -132,10 +132,11 @@ def given(
 
 
 def _told(way: str, problem: Problem, sizes: Sequence[int]) -> tuple[Problem, dict[str, Any]]:
-    """Return the problem and the other arguments with which a call over pages is planned.
+    """Return the problem and the options with which `fa_numba.plan` plans a call over pages.
 
-    `way` says how the prefix is read: ONCE for all sequences, or BY_EACH sequence. `sizes` is SMALL
-    or LARGE.
+    In the returned problem, K and V are pages. In the options, arrays are replaced by their shapes.
+    `problem` is the decoding step, as `step` returns it. `way` says how the prefix is read: ONCE
+    for all sequences, or BY_EACH sequence. `sizes` is SMALL or LARGE.
     """
     first, own, size = prefix_of(problem, sizes), sizes[2], sizes[-1]
     keys = own if way == ONCE else first + own

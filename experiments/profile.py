@@ -229,15 +229,17 @@ def draw(rows: Sequence[Row]) -> Any:
 
 
 def cell(pair: Pair, shown: Callable[[float], str] = "{:,.0f}".format) -> str:
-    """Return the text of a cell for the pair (measured, counted).
+    """Return the text of a table cell for a pair (measured number, counted number).
 
-    | case | text |
-    |---|---|
-    | nothing counted | a dash |
-    | counted, not measured | count (?) |
-    | equal | count |
-    | count is 0 | 0 (measured number) |
-    | different | count (x measured / count) |
+    `shown` formats the counted number.
+
+    | case | text of the cell | example |
+    |---|---|---|
+    | there is no counted number | a dash | – |
+    | there is no measured number | counted number and "(?)" | 200 (?) |
+    | both numbers are equal | counted number | 200 |
+    | only the counted number is 0 | 0 and the measured number | 0 (12) |
+    | both numbers differ | counted number, and measured / counted | 200 (x 1.500) |
     """
     measured, count = pair
     if count is None:

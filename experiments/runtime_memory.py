@@ -1,10 +1,10 @@
 """Measures time and peak memory over the sequence length (FlashAttention-1 paper, Fig. 3).
 
-The setting is also the setting of Tables 9 to 21: batch size 16, 8 heads, d=64, fp16, N=128 to
-65536, with and without dropout and padding mask. The series are standard attention as long as
-memory suffices, both loop orders, and torch's kernels. Above N=32768, torch's FlashAttention-2 is
-the only kernel of torch. The figure contains the published curves too. A training step on one
-sequence of N=1048576 is measured too.
+The sizes are those of Fig. 3 and of Tables 9 to 21 in the paper: batch size 16, 8 heads, d=64, fp16
+and N=128 to 65536, with and without dropout and padding mask. The series are both loop orders,
+torch's kernels, and standard attention at all N for which the memory suffices. Above N=32768, only
+torch's FlashAttention-2 is measured of torch's kernels. The figure contains the published curves
+too. A training step on one sequence of N=1048576 is measured too.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -68,11 +68,20 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Point:
-    """One problem of a class of shapes.
+    """One problem that is measured, and the class of shapes to which it belongs.
 
-    `kind` is the class, a key of KINDS. `what` is the name of the problem in the class. `passes`
-    are the passes that are timed. If `beside_mma` is true, a second call on mma is timed for a call
-    that uses another unit.
+    Parameters
+    ----------
+    kind : str
+        The class, a key of KINDS.
+    what : str
+        Name of the problem in the class.
+    problem : Problem
+        The problem.
+    passes : tuple of str
+        The passes that are timed.
+    beside_mma : bool, default True
+        Whether the call is timed a second time on "mma" if unit="auto" chooses another unit.
     """
 
     kind: str
@@ -243,11 +252,13 @@ def plan_options(pass_: str, point: Point) -> dict[str, Any]:
 
 
 def shorter(problem: Problem) -> Problem:
-    """Return a shorter problem with one K/V head, for checks.
+    """Return a shorter problem with one K/V head, whose result is checked instead.
 
-    If the sequences are packed, the sequences with at most LONGEST / 2 rows are kept. Otherwise the
-    result has one batch entry. The lengths are then at most LONGEST, with the same remainder modulo
-    LONGEST / 2, and a window has at most WIDEST columns to the left.
+    If the sequences are packed, only the sequences with at most LONGEST / 2 rows are kept.
+    Otherwise the shorter problem has one batch entry, and a window of at most WIDEST columns to the
+    left. A sequence length above LONGEST is then replaced by LONGEST / 2 plus the remainder of the
+    length modulo LONGEST / 2. The remainder is kept because lengths that no tile size divides are a
+    case to check.
     """
     half = LONGEST // 2
     if problem.packed:

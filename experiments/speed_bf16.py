@@ -71,11 +71,14 @@ def draw(rows: Sequence[Row], half: Sequence[Row] | None = None) -> Any:
 
 
 def _farthest(rows: Sequence[Row]) -> tuple[Any, float, str]:
-    """Return the call whose ratio bf16 / fp16 is farthest from 1, the ratio, and a text.
+    """Find the call whose speed in bf16 differs most from the speed in fp16. Return three values.
 
-    The call is a key of `_at`. The ratio is a ratio of speeds. The text is the range of the speed
-    in fp16 from p20 to p80, in TFLOP/s. The text is empty if the speed in bf16 is outside of this
-    range by more than NEAR, or if p20 and p80 are equal.
+    - the call, as a key of `_at`,
+    - the ratio: the speed in bf16 / the speed in fp16,
+    - a text with the range of the fp16 speeds from p20 to p80 in TFLOP/s, such as "300 to 320".
+
+    The text is empty if the speed in bf16 is outside of this range by more than the share NEAR, or
+    if p20 and p80 are equal.
     """
     of = _at(rows)
     place = max(of, key=lambda at: abs(math.log(of[at][0].number / of[at][1].number)))

@@ -48,10 +48,11 @@ class Line:
 
 
 def _over_units(ratio: Callable[[str, str, str], Quantity]) -> Callable[[Evidence], Numbers]:
-    """Return a function that finds a ratio of both loop orders for all units together.
+    """Return a function that computes a ratio of FA-1 to FA-2 on every unit.
 
-    `ratio` takes the three series that `loop_order.series_of` returns for a unit. The function
-    returns {(unit, *place): number}.
+    `ratio` takes three series on one unit: FA-1, FA-1 with query splits, and FA-2. It returns the
+    ratio on this unit as a `Quantity`. The returned function takes the stored rows, and returns the
+    ratios on all units as {(unit, *place): ratio}.
     """
 
     def find(found: Evidence) -> Numbers:

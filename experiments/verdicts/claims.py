@@ -94,7 +94,11 @@ BALANCE = rows("memory_hierarchy", metric="speed", series="matmul", dtype="float
 
 
 def growth(series: str, source: str) -> Quantity:
-    """Return the FLOPs per byte at each sequence length, divided by those at the length before."""
+    """Return how the FLOPs per byte of a series grow with the sequence length.
+
+    Each number is the FLOPs per byte at one sequence length, divided by the FLOPs per byte at the
+    next shorter sequence length. `source` says which bytes are counted, such as "dram".
+    """
     at = ("head_dim", "seqlen_q")
     return intensity("io_vs_seqlen", *at, source=source, series=series, unit="bytes").steps()
 

@@ -51,22 +51,29 @@ class Question:
     ----------
     key : str
         Name of the question in the code.
-    name, words, source : str
-        The figure or claim; what it says; and where it says this, or how a number was read.
+    name : str
+        The published figure or the claim, such as "FA-1 Fig. 1 left".
+    words : str
+        What the figure or claim says.
+    source : str
+        How the published numbers were read, such as "printed" or "digitised", or the text that
+        makes the claim. "-" if neither is stated.
     there, here : str
-        The setting of the publication, and our setting.
+        The setting of the published numbers (`there`) and the setting of our numbers (`here`), such
+        as the GPU.
     kind, trend : str
-        As for `rule.judge`.
+        Arguments of `rule.judge`, which say how our numbers are compared.
     form : str
-        Format of the numbers.
+        Format of the numbers in the table, such as ".2f".
     before : str
-        The verdict before the rule in rule.py was introduced.
+        The earlier verdict, from the time before all verdicts followed the rule in rule.py. Empty
+        if there was no verdict.
     why_trend, why_refuted : str
         Reason that the page gives if the verdict is "trend only", or if it is "refuted".
     pairs : mapping
-        Label -> (our quantity, what the publication says).
+        Maps a label to a pair: our quantity, and the published quantity.
     beside : mapping
-        Further pairs, which are used only to compare the order of numbers.
+        Further pairs in the same form. They are used only for the trend "order".
     """
 
     key: str

@@ -169,9 +169,11 @@ def judge(
 def _in_order(points: Iterable[Point], one: bool) -> list[bool]:
     """Return for each place whether our numbers have the same order as the published numbers.
 
-    A place is left out if a series has no number there. It is also left out if all published
-    numbers there are equal or overlap. If `one` is true, the number 1 is compared too. Our ratio
-    must then be above 1 if the published ratio is above 1, and below 1 if it is below 1.
+    The order of two numbers says which of them is larger. Only pairs whose published numbers have
+    an order are compared. If `one` is true, the numbers are ratios, and each of them is also
+    compared with 1. Our ratio must then be above 1 if the published ratio is above 1, and below 1
+    if the published ratio is below 1. A place is left out if a label has no number there, or if no
+    published numbers there have an order.
     """
     places: dict[Place, list[tuple[float, Published]]] = {}
     for point in points:
