@@ -45,7 +45,8 @@ float32 sum in global memory and the output has 16 bits, the sum is in an additi
 
 `tiles` is any object with integer attributes Br and Bc. `block_mask` is a bool array of shape
 (T_r, T_c), for the longest sequences, or with leading axes that broadcast to (batch, heads_q). It
-must be given if and only if the problem is sparse. Wrong arguments raise TypeError or ValueError.
+must be given if and only if `problem.sparse` is True. Wrong arguments raise TypeError or
+ValueError.
 
 >>> from types import SimpleNamespace
 >>> from fa_numba.problem import Problem

@@ -191,14 +191,14 @@ def one_head_dim(problem: Problem) -> int:
 
 
 def check_dbias(problem: Problem, dbias: bool) -> None:
-    """Raise ValueError if the gradient of a bias is wanted and the problem has no bias.
+    """Raise ValueError if the gradient of a bias is to be computed and the problem has no bias.
 
     Parameters
     ----------
     problem : Problem
         The problem.
     dbias : bool
-        Whether the gradient of the bias is wanted.
+        Whether the gradient of the bias is to be computed.
     """
     if dbias and problem.bias is None:
         raise ValueError(f"dbias must be False, because the problem has no bias, got {dbias!r}")

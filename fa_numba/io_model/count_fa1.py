@@ -75,17 +75,19 @@ def fa1(
         O       sum_{j>0} r_i d           sum r_i d
         l, m    sum_{j>0} r_i each        sum r_i each
 
-    Here s_j is the number of query splits with a row tile i such that tile (i, j) is visited. The
-    sums over j > 0 leave out column tile 0, because first values need no load. If all tiles are
+    Here s_j is the number of query splits that visit at least one tile of column tile j. The sums
+    over j > 0 leave out column tile 0, because its pass loads no O, l and m. If all tiles are
     visited, with one query split and N_q = N_k = N, then Q, K, V and O have (3 T_c + 1) N d
     accesses together.
 
-    With a window, `q_lens` or a block mask, the pass over column tile 0 is like the other passes:
-    `starts_in_first_pass` is False. Line 2 then runs before that pass. With a window or `q_lens`
-    and no block mask, line 2 stores N_q' d elements of O, and N_q' each of l and m; the sums over
-    j > 0 become sums over all j. With a block mask, line 2 stores the rows of two kinds of row
-    tiles only: row tiles that are never visited, and row tiles in which `q_lens` ends. Each sum
-    over j > 0 then becomes a sum over all visits of a row tile except its first visit.
+    With a window, `q_lens` or a block mask, the kernel executes line 2 as a separate step before
+    the pass over column tile 0 (`starts_in_first_pass` is False). There are two cases:
+
+    - A window or `q_lens`, and no block mask: line 2 stores N_q' d elements of O, and N_q' elements
+      each of l and m. The sums over j > 0 become sums over all j.
+    - A block mask: line 2 stores only rows of two kinds of row tiles, which are row tiles that are
+      never visited, and row tiles in which `q_lens` ends. Each sum over j > 0 becomes a sum over
+      all visits of a row tile except its first visit.
 
     In 16-bit dtypes O is kept in a float32 array A. The last visit of a row tile rounds it to O:
 
@@ -195,10 +197,10 @@ def fa1_backward(
 
     and per K/V head N_k d loads of K and of V, and N_k' d stores of dK and of dV.
 
-    With a window, `q_lens` or a block mask, line 5 runs before the pass over column tile 0. It then
-    stores the same number of elements of dQ as line 2 stores of O in `fa1`. The sum over j > 0
-    changes as described in the notes of `fa1`. In 16-bit dtypes dQ is kept in a float32 array A,
-    and the last visit of a row tile rounds A to dQ.
+    With a window, `q_lens` or a block mask, line 5 runs before the pass over column tile 0. Line 5
+    then stores as many rows of dQ as line 2 stores of O in `fa1`. The sum over j > 0 changes as
+    described in the notes of `fa1`. In 16-bit dtypes dQ is kept in a float32 array A, and the last
+    visit of a row tile rounds A to dQ.
 
     With `query_splits` above 1, each thread block of a K/V head loads K and V, and adds to dK and
     dV with N_k' d atomic adds each. In 16-bit dtypes these additions go to float32 sums of dK and

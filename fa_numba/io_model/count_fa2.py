@@ -15,7 +15,10 @@ from fa_numba.problem import BlockSizes, Problem
 
 
 class _Block(NamedTuple):
-    """Tile sizes for one query head, if several query heads share a row tile."""
+    """The part of a row tile that belongs to one query head, if several heads share the tile.
+
+    `Br` is the number of rows of the head in the tile. `Bc` is the number of columns of a tile.
+    """
 
     Br: int
     Bc: int
@@ -78,13 +81,14 @@ def fa2(
     If all tiles are visited and N_q = N_k = N, then Q, K, V and O have (2 T_r + 2) N d accesses
     together.
 
-    With S = `kv_splits` above 1 every thread block loads Qi. Partial results of O go through an
-    array A, with m and l instead of L, and are merged:
+    With n = `kv_splits` above 1, every thread block loads Qi. Each thread block stores its partial
+    result of O in an array A, and its l and m. A second kernel loads and merges the partial
+    results:
 
         array   loads             stores
-        Q       S N_q d           -
-        A       S N_q' d          S N_q' d
-        l, m    S N_q' each       S N_q' each
+        Q       n N_q d           -
+        A       n N_q' d          n N_q' d
+        l, m    n N_q' each       n N_q' each
         O       -                 N_q' d
         L       -                 N_q'
 
@@ -92,8 +96,8 @@ def fa2(
     `fa_numba.io_model.planes`.
 
     With pages the block table is read too, once for K and once for V; see
-    `fa_numba.io_model.paging.table_reads`. If the lengths are in GPU memory, this function does not
-    know them. The counts are then for sequences that fill all pages of the block table, and shorter
+    `fa_numba.io_model.paging.table_reads`. If `problem` does not contain the lengths, because they
+    are in GPU memory, the counts are for sequences that fill all pages of the block table. Shorter
     sequences have fewer accesses.
 
     Examples
@@ -271,13 +275,13 @@ def fa2_backward(
         loads        Q, dO: N_q d each, L, D: N_q each, K, V: sum c_j d each, bias: sum r_i c_j
         stores       dQ: N_q' d
 
-    With S = `group_splits` above 1, a column tile of a K/V head has S thread blocks. Each thread
+    With n = `group_splits` above 1, a column tile of a K/V head has n thread blocks. Each thread
     block loads K and V, and stores its own parts of dK and dV in float32. One more kernel adds up
     the parts. Its loads of the parts are counted as A, and its stores of dK and dV are counted as
     dQ, because these are the names of its parameters. Per K/V head:
 
-        loads        K, V: S N_k d each, A: 2 S N_k' d
-        stores       dK, dV: S N_k' d each, dQ: 2 N_k' d
+        loads        K, V: n N_k d each, A: 2 n N_k' d
+        stores       dK, dV: n N_k' d each, dQ: 2 N_k' d
 
     Examples
     --------

@@ -127,25 +127,26 @@ def standard_backward(
     -----
     FlashAttention Algorithm 3. The forward pass's kernels compute P again. The forward kernel of S
     also computes dP, the forward kernel of O also computes dQ, and the kernel of dV also computes
-    dK. Accesses are counted under the names of the kernels' parameters. The stores of dP are
-    therefore counted as S, for example. Per head, with the symbols of `fa_numba.io_model`:
+    dK. Accesses are counted under the names of the kernels' parameters. The last column names the
+    matrices that a kernel takes in parameters with other names: in the kernel of dP, for example,
+    the parameter Q is dO. Per head, with the symbols of `fa_numba.io_model`:
 
-        kernel             loads                                  stores
-        S = Q K^T          Q N_q d, K T_r N_k d, bias N_q N_k     S N_q N_k
-        softmax            S N_q N_k                              P N_q N_k
-        dP = dO V^T        as the row of S, without bias; dO is counted as Q, V as K, dP as S
-        dS = P o (dP - D)  P N_q N_k, dP N_q N_k                  dS N_q N_k
-        dV = P^T dO        P N_q N_k, dO T_c N_q d                dV N_k' d
-        dQ = dS K          P N_q N_k, V T_r N_k d                 O N_q' d
-        dK = dS^T Q        as the row of dV; dS is counted as P, Q as dO, dK as dV
+        kernel             loads                               stores      parameter: matrix
+        S = Q K^T          Q N_q d, K T_r N_k d, bias N_q N_k  S N_q N_k
+        softmax            S N_q N_k                           P N_q N_k
+        dP = dO V^T        Q N_q d, K T_r N_k d                S N_q N_k   Q: dO, K: V, S: dP
+        dS = P o (dP - D)  P N_q N_k, dP N_q N_k               dS N_q N_k
+        dV = P^T dO        P N_q N_k, dO T_c N_q d             dV N_k' d
+        dQ = dS K          P N_q N_k, V T_r N_k d              O N_q' d    P: dS, V: K, O: dQ
+        dK = dS^T Q        P N_q N_k, dO T_c N_q d             dV N_k' d   P: dS, dO: Q, dV: dK
 
-    In the row of dQ, dS is counted as P, K as V and dQ as O. dV and dK are stored once per K/V
-    head.
+    If `head_dim_v` is set, d is the head dimension of the matrix, and not of the parameter. dV and
+    dK are stored once per K/V head.
 
     With dropout, the kernel of dS also stores P, N_q N_k elements, in which dropped elements are 0.
     With a softcap, or a `score_mod` whose derivative is not 1, one more kernel computes the scores
-    again and multiplies dS by the derivative. Its loads are N_q d elements of Q, T_r N_k d of K and
-    N_q N_k of S; it stores N_q N_k elements of S. Here S is the name of the parameter for dS.
+    again and multiplies dS by the derivative. It loads N_q d elements of Q, T_r N_k d elements of K
+    and N_q N_k elements of S, and stores N_q N_k elements of S. Its parameter S is the matrix dS.
 
     Examples
     --------

@@ -34,9 +34,9 @@ def table_reads(columns: int, Bc: int, page_size: int, threads: int, pieces: int
     -----
     The tile is copied in several steps. In each step, every thread loads one piece of a row. The
     rows are divided into runs of g = gcd(page_size, Bc) rows. All rows of a run are in one page. In
-    each step, a warp reads one entry for each run of which it loads valid rows. There is an
-    exception if g is a multiple of the number of rows that one step loads: a warp then reads the
-    entry only in the first step of the run.
+    each step, a warp reads one entry for each run of which it loads valid rows. There is one
+    exception: if g is a multiple of the number of rows of a step, several consecutive steps load
+    the same run. A warp then reads the entry only in the first of these steps.
 
     Examples
     --------

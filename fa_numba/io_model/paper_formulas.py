@@ -71,7 +71,7 @@ def theta_flash(problem: Problem, M: float) -> float:
     Notes
     -----
     Theta(N^2 d^2 / M), FlashAttention Theorem 2, with the constant 1. Proposition 3 of that paper
-    says that no exact algorithm needs fewer accesses for every M in that range.
+    says that no exact algorithm has asymptotically fewer accesses for all M from d to N d.
 
     Examples
     --------

@@ -89,19 +89,23 @@ def ring(
         "q"      bwd   3 e n_q + 4 R (Q, dO, O, L)          w n_q (dQ)
 
     With a gradient of L, the operands of the last line have 4 R bytes more. In each step
-    s = 0, 1, ... a rank computes with the operands that it then holds, and sends them on. With a
-    causal mask, the results that rank r sends after step s <= r contain one of two chunks of rows:
-    the ranks that this message has visited have computed nothing for the other chunk. Each rank
-    receives as many bytes as the rank before it sends.
+    s = 0, 1, ... a rank computes with the operands that it holds in this step, and sends them to
+    the next rank. With a causal mask, each rank's part consists of two chunks of rows. The results
+    that rank r sends after step s <= r then contain one chunk only, because no earlier step has
+    computed anything for the other chunk. Each rank receives as many bytes as the rank before it
+    sends.
 
     With a window or lengths, a step is left out if no rank has a row that sees a column in this
-    step. The messages are shorter, too. Operands contain the rows from the first to the last that a
-    later step reads. Results contain the rows from the first to the last that an earlier step has
-    read; w is e if one kernel call computed the results, else 4. A rank has one chunk of rows and
-    one chunk of columns, or two each with a causal mask. Let a chunk have the valid rows i0 <= i <
-    i1, and another chunk the valid columns j0 <= j < j1. Let D be the number of valid columns minus
-    the number of valid rows of the whole sequence. Then these rows see a column of the chunk, and
-    these columns are seen by a row:
+    step. The messages are shorter, too. A message of operands contains the rows from the first to
+    the last row that a later step reads. A message of results contains the rows from the first to
+    the last row that an earlier step has read; w is e if one kernel call computed the results,
+    else 4.
+
+    A rank has one chunk of rows and one chunk of columns, or two chunks of each with a causal mask.
+    Take a chunk with the valid rows i0 <= i < i1, and a chunk with the valid columns
+    j0 <= j < j1. Let D be the number of valid columns minus the number of valid rows of the whole
+    sequence. The first line gives the rows of the first chunk that see a column of the second
+    chunk. The second line gives the columns of the second chunk that such rows see:
 
         rows     max(i0, j0 - D - right) <= i < min(i1, j1 - D + left)
         columns  max(j0, i0 + D - left) <= j < min(j1, i1 + D + right)
@@ -213,24 +217,28 @@ Span = tuple[int, int]  # first row, and one past the last
 def _seen(
     problem: Problem, ranks: int, travels: str, lens: list[tuple[int, int]]
 ) -> list[list[list[Span]]]:
-    """Return which of the travelling rows each step needs, as ranges of rows.
+    """Return which of the travelling rows each step of a ring needs, as ranges of rows.
 
-    The travelling rows are rows of Q if Q travels, else rows of K and V. Entry [step][owner] of the
-    result is about the rows that began at the rank `owner` and have been sent `step` times. The
-    entry contains one range for each kernel call that computes with these rows. Row 0 of the ranges
-    is the first row of the owner's part. `lens` contains the numbers of valid rows and valid
-    columns of each batch entry.
+    The travelling rows are rows of Q if Q travels, else rows of K and V. Each rank owns a part of
+    these rows at the start. Entry [step][owner] of the result is for the rows that the rank `owner`
+    owned at the start, and that have been sent `step` times. The entry contains one range of rows
+    for each kernel call that computes with these rows. Rows are counted from the first row of the
+    owner's part. `lens` contains the numbers of valid rows and valid columns of each batch entry.
     """
     left, right = (2**40 if x is None else x for x in (problem.left, problem.right))
     halves = 2 if problem.causal and ranks > 1 else 1
 
     def chunks(rank: int, size: int) -> list[tuple[int, int]]:
-        """Return where a rank's chunks begin: in the complete sequence, and in the rank's part."""
+        """Return a pair for each chunk of rows that a rank has.
+
+        The pair contains two row numbers for the chunk's first row: in the complete sequence, and
+        in the rank's part. `size` is the number of rows of a rank's part.
+        """
         held = (rank, 2 * ranks - 1 - rank) if halves == 2 else (rank,)
         return [(n * size // halves, i * size // halves) for i, n in enumerate(held)]
 
     def pairs(step: int, owner: int) -> list[Span]:
-        """Return the ranges of rows that step number `step` needs of the rank `owner`."""
+        """Return the ranges of the rows of the rank `owner` that step number `step` needs."""
         there = (owner + step) % ranks
         q_rank, k_rank = (owner, there) if travels == "q" else (there, owner)
         found = []
@@ -269,11 +277,12 @@ def _of_seen(
     stops = [step for step in range(ranks) if step == 0 or any(seen[step])]
 
     def bytes_of(owner: int, steps: list[int], each: int | None) -> int:
-        """Return the bytes of a message about the rows of the rank `owner`.
+        """Return the bytes of a message about the rows that the rank `owner` had at the start.
 
         The message contains all rows from the first to the last row that one of `steps` reads.
-        `each` is the number of bytes per row. None means a message of results, whose number of
-        bytes depends on the number of kernel calls.
+        `each` is the number of bytes per row in a message of operands. None means a message of
+        results, whose number of bytes per row depends on the number of kernel calls that computed
+        them.
         """
         calls = [span for step in steps for span in seen[step][owner]]
         if not calls:

@@ -17,7 +17,7 @@ PASSES = ("fwd", "bwd", "fwd+bwd")
 
 
 def entries(problem: Problem) -> list[tuple[int, int]]:
-    """Return one batch entry for each different pair of lengths, and the number of such entries.
+    """Return groups of batch entries with equal lengths (valid rows and valid columns).
 
     Parameters
     ----------
@@ -27,7 +27,7 @@ def entries(problem: Problem) -> list[tuple[int, int]]:
     Returns
     -------
     list of tuple of int
-        Pairs (batch entry, number of batch entries with the same lengths).
+        One pair for each group: its first batch entry, and its number of batch entries.
     """
     if problem.q_lens is None and problem.kv_lens is None:
         return [(0, problem.batch)]
@@ -116,7 +116,8 @@ class Visits(NamedTuple):
     rows_once : int
         Sum of r_i over the row tiles that are visited. Each row tile counts once.
     rows_whole : int
-        The same sum as `rows_once`, but without row tiles that contain rows past `q_lens`.
+        Sum of r_i over the visited row tiles that contain no rows past `q_lens`. Each row tile
+        counts once.
     """
 
     tiles: int
@@ -131,8 +132,9 @@ class Visits(NamedTuple):
 def starts_in_first_pass(problem: Problem) -> bool:
     """Return whether FA-1's pass over column tile 0 gives O, l and m (or dQ) their first values.
 
-    If so, line 2 of Algorithm 1 (line 5 of Algorithm 4) has no accesses of its own. The first pass
-    then visits every row tile, even row tiles that do not see column tile 0 under a causal mask.
+    If the result is True, line 2 of Algorithm 1 (line 5 of Algorithm 4) is not a separate step, and
+    has no accesses. The first pass then visits every row tile, even row tiles that do not see
+    column tile 0 under a causal mask.
 
     The result is False in three cases: with a window, with a block mask, and with `q_lens` if the
     sequences are not packed. In the third case the rows past `q_lens` are in no tile.
@@ -231,11 +233,13 @@ def visit_sums(
         Whether every row tile visits column tile 0, even if no row sees a column of this tile.
         Column tile 0 then exists even if N_k = 0.
     run : int, default 1
-        Number of neighbouring row tiles that count as one row tile. This row tile visits every
-        column tile that one of them visits. A run counts the loads of K and V by one thread block
-        with FA-1's query splits.
+        Number of neighbouring row tiles that count as one row tile. This larger row tile visits
+        every column tile that at least one of the row tiles visits. With FA-1's query splits, the
+        row tiles of a thread block are such a run: the thread block loads a column tile once for
+        the complete run.
     whole : bool, default False
-        Whether the rows of a row tile past `q_lens` count, too.
+        Whether all rows of a visited row tile count, also rows past `q_lens`. By default, only the
+        valid rows count.
 
     Returns
     -------
@@ -303,8 +307,8 @@ def _visited(
 class RowTiles(NamedTuple):
     """The row tiles of one head, and the column tiles that each row tile visits.
 
-    A run of neighbouring row tiles may count as one row tile. All arrays have one element per row
-    tile.
+    All arrays have one element per row tile. Several neighbouring row tiles may count as one larger
+    row tile, if the result is for such runs of row tiles.
 
     Parameters
     ----------
@@ -327,7 +331,9 @@ class RowTiles(NamedTuple):
     with_0: np.ndarray
 
     def all_with_0(self, columns: int) -> RowTiles:
-        """Return these visits plus a visit of column tile 0 by every row tile.
+        """Return these row tiles, with a visit of column tile 0 added to every row tile.
+
+        Row tiles that already visit column tile 0 do not change.
 
         Parameters
         ----------
@@ -337,7 +343,7 @@ class RowTiles(NamedTuple):
         Returns
         -------
         RowTiles
-            The visits.
+            The row tiles.
         """
         new = ~self.with_0
         seen, all_columns = self.seen + new, self.columns + columns * new
@@ -406,7 +412,7 @@ def _column_tiles(
 def blocks_of(
     problem: Problem, block_mask: Any, tiles: BlockSizes | None = None
 ) -> np.ndarray | None:
-    """Check the block mask, and return it with four axes; None if the problem is not sparse.
+    """Check the block mask of a problem, and return it with four axes.
 
     Parameters
     ----------
@@ -420,7 +426,8 @@ def blocks_of(
     Returns
     -------
     ndarray of bool or None
-        Shape (batch or 1, heads_q or 1, blocks of rows, blocks of columns).
+        The block mask, shape (batch or 1, heads_q or 1, blocks of rows, blocks of columns). None if
+        the problem has no block mask: `problem.sparse` is False.
 
     Raises
     ------
