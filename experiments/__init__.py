@@ -1,4 +1,4 @@
-"""The experiments. Each module measures numbers, draws a figure and makes a table.
+"""The experiments: modules that measure numbers, draw figures and make tables.
 
 An experiment is one file in this folder. `python -m experiments` finds the file automatically. The
 file contains
@@ -13,8 +13,9 @@ may have. The table is written to figures/tables/NAME.md, between the markers `<
 and `<!-- end: NAME -->`, where NAME is the module's name.
 
 `python -m experiments --help` lists the commands. `load` returns recorded numbers as a table. The
-folder `lab` contains code that several experiments share. The folder `beside` contains code of
-single experiments. The folder `verdicts` compares our numbers with the papers' numbers.
+folder `lab` contains code that several experiments share. The folder `beside` contains code that
+only one experiment or command needs. The folder `verdicts` compares our numbers with the papers'
+numbers.
 """
 
 from __future__ import annotations

@@ -332,7 +332,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _command(arguments: Sequence[str] | None) -> int:
-    """Run the command that the arguments name, and return the exit status, as `main` does."""
+    """Run the command that the arguments name. Return the exit status; see `main`."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     parser = _parser()
     args = parser.parse_args(arguments)

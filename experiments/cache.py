@@ -1,4 +1,4 @@
-"""Explains by an LRU model of L2 why DRAM moves less than kernels access.
+"""Explains by an LRU model of L2 why kernels cause fewer DRAM bytes than accessed bytes.
 
 The model simulates a cache that replaces the least recently used data. The model gets the tiles
 that thread blocks load and store, in launch order. It computes DRAM bytes over N for the L2 of an

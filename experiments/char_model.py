@@ -293,7 +293,10 @@ def seed_and_step(row: Row) -> tuple[int, int]:
 
 
 def curves(rows: Sequence[Row], series: str, metric: str, pass_: str) -> dict[int, list[float]]:
-    """Return the values of one series, metric and pass, as {step: values of all seeds}."""
+    """Return the values of one series and metric, as {training step: values of all seeds}.
+
+    `pass_` is TRAINING for the losses of training batches, or AFTER for the loss of held-out text.
+    """
     found: dict[int, list[float]] = {}
     wanted = select(rows, series=series, metric=metric, pass_=pass_)
     for row in sorted(wanted, key=seed_and_step):

@@ -1,10 +1,17 @@
 """Changes FA-1 into FA-2 in single steps, and measures what each step gains.
 
-The steps follow section 3 of the FlashAttention-2 paper. The rows of Q are divided over the warps;
-O is not normalised between passes; Q becomes the outer loop, with one thread block per head; one
-logsumexp replaces l and m; the grid covers the sequence; FA-2's own tiles are used; a causal mask
-skips tiles. FA-1 with query splits is measured too. The setting is FA-2's at N=4096, forward and
-backward, in fp32 and fp16, on Hopper also by wgmma. For each step, the time, accesses,
+The steps follow section 3 of the FlashAttention-2 paper:
+
+    1. The rows of Q, instead of the keys, are divided over the warps.
+    2. O is not normalised between passes.
+    3. Q becomes the outer loop, with one thread block per head.
+    4. The logsumexp L replaces l and m.
+    5. The grid covers the sequence.
+    6. FA-2's own tiles are used.
+    7. A causal mask skips tiles.
+
+FA-1 with query splits is measured too. The problems are those of FA-2's benchmark at N=4096,
+forward and backward, in fp32 and fp16, on Hopper also by wgmma. For each step, the time, accesses,
 instructions, L2 and DRAM bytes are measured or computed. The operations other than matrix products
 are computed too.
 """
@@ -188,9 +195,10 @@ def configurations(
 ) -> list[variants.Variant]:
     """Return the steps that have kernels on the unit `on`, for one problem and pass.
 
-    If a step makes the same call as another step, it is a copy of that step and follows it. Before
-    the last step, FA-2 has FA-1's tiles. In the forward pass on "wgmma", FA-1 runs with its own
-    tiles first, and then with FA-2's tiles.
+    Except for the last step, FA-2 has FA-1's tiles. In the forward pass on "wgmma", FA-1 runs with
+    its own tiles first, and then with FA-2's tiles. All later steps then have FA-2's tiles. A step
+    that makes the same call as an earlier item of the list is not measured. The rows of the earlier
+    item are copied instead.
     """
     fa1, fa2, at_fa1 = (series_of(step, on) for step in ("fa1", "fa2", "fa2-fa1-tiles"))
     k_outer, q_outer = (plan(series, problem, passes=passes).tiles for series in (fa1, fa2))

@@ -219,8 +219,8 @@ def an_element(rows: Sequence[Row], source: str) -> dict[str, dict[str, float]]:
     """Return accesses per element as {series: {"loads": number, "stores": number}}.
 
     For a softmax, the numbers are per element of a vector. For attention, they are the accesses of
-    S and P per element of S. The numbers are those of the
-    largest problem whose sequence length is below LONG_SEQLEN.
+    S and P per element of S. The numbers are for the largest problem whose sequence length is below
+    LONG_SEQLEN.
     """
     found: dict[str, dict[str, float]] = {}
     for row in sorted(select(rows, source=source), key=lambda r: r.seqlen_q):

@@ -1,4 +1,4 @@
-"""Compares reading a shared prefix once for all sequences with reading it for each.
+"""Compares reading a shared prefix once for all sequences with reading it once per sequence.
 
 A prefix is the keys and values with which all sequences begin. In a decoding step, 1 to 256
 sequences share a prefix of 1k to 16k keys, in fp16 at d=128. The bytes are from the model and

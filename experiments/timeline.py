@@ -145,9 +145,10 @@ def draw(rows: Sequence[Row]) -> Any:
 
 
 def _panel(ax: Any, trace: Trace, longest: float, title_colour: str) -> None:
-    """Draw the tiles of one loop order over time, in a lane for each tile.
+    """Draw when the tiles of one loop order are on the chip, in one vertical strip for each tile.
 
-    The vertical axis covers `longest` kB, so that both orders' panels have one scale.
+    Time is the number of bytes moved so far. The vertical axis covers `longest` kB, so that the
+    panels of both loop orders have the same scale.
     """
     ax.grid(False)
     ax.spines[["bottom", "left"]].set_visible(False)

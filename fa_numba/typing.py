@@ -28,7 +28,7 @@ from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
 
 class SupportsDLPack(Protocol):
-    """An array that other libraries take without a copy, by the DLPack protocol."""
+    """An array that other libraries can use without a copy, by the DLPack protocol."""
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any: ...
 

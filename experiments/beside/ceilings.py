@@ -99,14 +99,22 @@ def make_exponentials() -> Kernel:
 
 
 def measure_products(multiprocessors: int, repeats: int) -> Timing:
-    """Measure the speed of the matrix products in TFLOP/s."""
+    """Measure the speed of matrix products whose operands stay in shared memory, in TFLOP/s.
+
+    The kernel is launched with one thread block per multiprocessor. `repeats` is the number of
+    timed launches.
+    """
     kernel = partial(_measured, make_multiply(), multiprocessors, PRODUCTS, repeats)
     work = 2 * GROUPS * ROWS * COLUMNS * SUMMED * multiprocessors * PRODUCTS
     return kernel(float(SUMMED * PRODUCTS), work)
 
 
 def measure_exponentials(multiprocessors: int, repeats: int) -> Timing:
-    """Measure the speed of exponentials, in 10^12 per second."""
+    """Measure the speed of exponentials, in 10^12 exponentials per second.
+
+    `multiprocessors` is the number of multiprocessors of the GPU. `repeats` is the number of timed
+    launches.
+    """
     blocks = EXP_BLOCKS * multiprocessors
     kernel = partial(_measured, make_exponentials(), blocks, EXPONENTIALS, repeats)
     return kernel(CHAINS * FIXED_POINT, CHAINS * EXP_THREADS * blocks * EXPONENTIALS)
@@ -138,7 +146,10 @@ def _measured(
 
 
 def check(found: np.ndarray, wanted: float) -> None:
-    """Raise WrongResult unless every number equals `wanted`, except for the error of exp2."""
+    """Raise WrongResult if a number in `found` differs from `wanted` by more than a tolerance.
+
+    The relative tolerance is 1e-5, because the instruction for exp2 is not exact.
+    """
     wrong = np.flatnonzero(~(np.abs(found - wanted) <= 1e-5 * wanted))
     if wrong.size:
         at = int(wrong[0])

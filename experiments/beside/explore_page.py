@@ -24,7 +24,8 @@ def html(shown: Sequence[Panel], note: str, *, live: bool = False) -> str:
     """Return the text of the page with the given panels. `note` is a text that the page shows.
 
     If `live` is true, the page's script asks the server for plans and for typed masks. Otherwise
-    the page contains the plans for all listed values, and works without a server.
+    the page works without a server. It then contains the plans for all values that the lists of the
+    panel offer.
     """
     panels = {panel.name: panel.described() for panel in shown}
     if not live:

@@ -336,7 +336,10 @@ REASONS = {
 
 
 def parts(accesses: io_model.Accesses, passes: str) -> dict[str, int]:
-    """Return the bytes of loads and stores for each group of arrays in GROUPS."""
+    """Return the bytes of loads and stores of each group of arrays, as {group: bytes}.
+
+    `passes` is "fwd" or "bwd". The groups of a pass are in GROUPS, such as "K and V".
+    """
 
     def bytes_of(names: tuple[str, ...]) -> int:
         loads, stores = (

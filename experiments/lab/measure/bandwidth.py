@@ -84,8 +84,9 @@ def make_read_shared() -> Kernel:
     """Return the kernel that reads shared memory repeatedly.
 
     Each thread reads `steps` chunks of 16 bytes and stores the sum of their numbers in Y: (threads
-    of the grid,). All numbers are 1. The distance between a thread's chunks, `stride` floats, is an
-    argument. Therefore the compiler cannot know that a thread reads the same chunks again.
+    of the grid,). All numbers are 1. Two successive chunks of a thread are `stride` floats apart.
+    `stride` is an argument of the kernel, and not a constant. Otherwise the compiler could omit
+    reads of chunks that a thread has already read.
 
     Returns
     -------

@@ -111,7 +111,7 @@ def gradients(problem: Problem, pass_: str, *arrays: Any, **given: Any) -> Calla
 
 
 def _mask_mod(problem: Problem, cu_seqlens_q: Any = None, **_: Any) -> Callable | None:
-    """Return the function that says whether row i sees column j; None if every row sees all.
+    """Return the `mask_mod`, which says whether row i sees column j; None if there is no mask.
 
     If `cu_seqlens_q` is given, all sequences are one long sequence, and a row sees only columns of
     its own sequence.

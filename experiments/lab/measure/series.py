@@ -356,11 +356,13 @@ def query_splits(
 
 @cache
 def _best_splits(problem: Problem, Br: int, Bc: int, multiprocessors: int, adds: bool) -> int:
-    """Return the number of splits with which the last thread block ends first.
+    """Return the number of query splits with the shortest estimated time of the launch.
 
-    The thread blocks of a head start in the order of `block_costs`, one head after another. Each
-    goes to the multiprocessor that is free first. A multiprocessor runs one thread block at a time.
-    With `adds`, more than one split costs atomic adds.
+    The estimate simulates the launch. The thread blocks of a head start in the order of
+    `block_costs`, one head after another. Each thread block starts on the multiprocessor that is
+    free first. A multiprocessor runs one thread block at a time. The launch ends when the last
+    thread block ends. If `adds` is true, several thread blocks per head add to dK and dV with
+    atomic adds, which take additional time.
     """
 
     def ends(splits: int) -> float:

@@ -96,7 +96,8 @@ def measure(
     experiment : str
         Name of the experiment.
     work : sequence of (Problem, list of Variant)
-        The calls of each problem. A copy must come after its original.
+        The calls of each problem. A variant with `same_as` must come after the variant whose rows
+        are copied.
     bench : Bench
         Where the experiment runs.
     profiled : mapping of str to str
