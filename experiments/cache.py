@@ -1,4 +1,4 @@
-"""Explains by an LRU model of L2 why kernels cause fewer DRAM bytes than accessed bytes.
+"""Explains by an LRU model of L2 why DRAM bytes are fewer than accessed bytes.
 
 The model simulates a cache that replaces the least recently used data. The model gets the tiles
 that thread blocks load and store, in launch order. It computes DRAM bytes over N for the L2 of an
