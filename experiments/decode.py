@@ -1,4 +1,4 @@
-"""Measures decoding, in which few rows of Q attend to a long K/V cache (claim C21).
+"""Measures decoding: a few rows of Q attend to a long K/V cache (claim C21).
 
 The setting is Flash-Decoding's micro-benchmark, with forward calls in fp16. The calls have 1 to 16
 rows of Q, 256 to 128k keys and batch size 1 to 256. Each K/V head has one to eight query heads. The
