@@ -23,7 +23,7 @@ kernel.
     memory           arrays on the GPU, and workspace
     timing           times of calls, by events
     signature        Numba types of a kernel's arguments
-    door             ``numba.cuda`` with another ``jit``
+    door             the object ``cuda`` that kernels import, in which ``jit`` makes a ``Kernel``
     beside_numpy     lets numba-cuda be imported with NumPy 2.5
 """
 

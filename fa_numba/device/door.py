@@ -1,4 +1,7 @@
-"""The object ``cuda`` that kernels import: ``numba.cuda``, but ``jit`` makes a ``Kernel``."""
+"""The object ``cuda`` that kernels import in place of ``numba.cuda``.
+
+It has the attributes of ``numba.cuda``, except for ``jit``, which makes a ``Kernel``.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from fa_numba.device.kernel import Kernel
 
 
 class _Cuda(ModuleType):
-    """A stand-in for the module ``numba.cuda`` with another ``jit``.
+    """A stand-in for the module ``numba.cuda``, in which ``jit`` makes a ``Kernel``.
 
     The stand-in compares equal to ``numba.cuda``, because Numba compares modules by ``==``.
     """
@@ -33,9 +36,9 @@ class _Cuda(ModuleType):
         """Return a decorator that makes a ``Kernel`` of a function.
 
         ``argument_types`` are the Numba types of the kernel's arguments. ``threads`` is the number
-        of threads of a thread block. ``shared_bytes`` is the size of its dynamic shared memory in
-        bytes. The compiler limits the registers of a thread so that ``min_blocks`` thread blocks
-        fit on a multiprocessor.
+        of threads of a thread block. ``shared_bytes`` is the dynamic shared memory of a thread
+        block in bytes. ``min_blocks`` is the number of thread blocks that must fit on a
+        multiprocessor. The compiler limits the registers of a thread for this purpose.
         """
 
         def declared(function: Callable) -> Kernel:

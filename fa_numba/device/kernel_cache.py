@@ -250,7 +250,10 @@ def _attributes(namespace: ModuleType, names: set[str], seen: dict[FunctionType,
 
 
 def _value(value: Any, seen: dict[FunctionType, str]) -> Any:
-    """Return text, or nested tuples of text, that is different for different values."""
+    """Return a value as strings in nested tuples or lists, for a hash.
+
+    Different values give different strings.
+    """
     if isinstance(value, _VALUES):
         return type(value).__name__, repr(value)
     if isinstance(value, tuple):

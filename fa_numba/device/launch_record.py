@@ -52,7 +52,11 @@ class DeviceArray:
 
 @dataclass(frozen=True)
 class Word:
-    """A 32-bit integer as a kernel's argument. ``LaunchRecord.run`` gets its value by ``slot``."""
+    """A 32-bit integer as a kernel's argument.
+
+    Its value may change from run to run. ``LaunchRecord.run`` gets the value by the number of the
+    slot.
+    """
 
     slot: int
 
@@ -146,9 +150,9 @@ class LaunchRecord:
                 checked(step(order), what)
 
     def _word(self, array: DeviceArray) -> ctypes.c_int64:
-        """Return the 8 bytes from which the driver reads the address of ``array``.
+        """Return the 8 bytes of memory from which the driver reads the address of ``array``.
 
-        If the array has a slot, each run writes the address to these bytes.
+        If the array has a slot, each run writes the current address to these bytes.
         """
         if array.slot is None:
             return ctypes.c_int64(array.pointer)

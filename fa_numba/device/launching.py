@@ -206,7 +206,10 @@ def replay(recording: LaunchRecord, values: Sequence[int], stream: int, ordinal:
 
 
 def _rounded(ty: Any, value: Any) -> Any:
-    """Return an argument for the emulator, with float32 numbers rounded as for the GPU."""
+    """Return an argument in the form in which the emulator takes it.
+
+    Numbers of the Numba type float32 are rounded to float32, as for a GPU.
+    """
     if isinstance(ty, types.NamedTuple):
         return type(value)(*map(_rounded, ty.types, value))
     if isinstance(value, TiledArray):

@@ -45,9 +45,11 @@ def ptx_and_cubin(kernel: Any, capability: tuple[int, int]) -> tuple[str, bytes,
 
 @dataclass(frozen=True)
 class Compiled:
-    """A kernel between the compiler and the assembler, for the GPU architecture ``target``.
+    """The code of a kernel after the compiler and before the assembler.
 
-    Either ``ltoir`` or ``ptx`` is set. ``arch`` is the architecture for which the code was made.
+    The code is LTO-IR (``ltoir``) or PTX (``ptx``). The other field is empty. ``arch`` is the GPU
+    architecture for which the compiler made the code. ``target`` is the GPU architecture for which
+    the assembler makes machine code.
     """
 
     arch: str

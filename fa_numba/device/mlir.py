@@ -127,7 +127,8 @@ def _replacements() -> tuple[Replacement, ...]:
 def array_words(array: Any, address: Any) -> tuple:
     """Return the words of an array argument that a kernel compiled by numba-cuda-mlir expects.
 
-    The words are the address twice, an offset, the shape, and the strides in elements.
+    The words are the address, the address again, an offset of 0, the shape, and the strides in
+    elements.
     """
     steps = (stride // array.itemsize for stride in array.strides)
     return (address, address, *map(ctypes.c_int64, (0, *array.shape, *steps)))
@@ -222,7 +223,7 @@ def _module(module: ModuleType) -> ModuleType:
 
 
 class _Renamed(ModuleType):
-    """A module of this package whose attributes refer to numba-cuda-mlir, not to numba-cuda."""
+    """A copy of a module of fa_numba, in which names of numba-cuda refer to numba-cuda-mlir."""
 
     def __init__(self, module: ModuleType) -> None:
         super().__init__(module.__name__)
@@ -282,7 +283,10 @@ def _intrinsic(intrinsic: _Intrinsic) -> Any:
 
 
 class _Value:
-    """A value of MLIR, or a list of values (``made``), with llvmlite's type of the value."""
+    """A value in MLIR, together with llvmlite's type of the value.
+
+    ``made`` is the MLIR value, or a list of MLIR values.
+    """
 
     def __init__(self, made: Any, ty: Any) -> None:
         self.made, self.type = made, ty

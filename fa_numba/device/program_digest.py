@@ -58,9 +58,9 @@ class Program(NamedTuple):
 
 
 class Template(NamedTuple):
-    """A function's syntax tree as text, in which gaps replace the names from outside the function.
+    """The syntax tree of a function as text, with gaps for the names from outside the function.
 
-    ``references`` contains the replaced name of each gap, in order.
+    ``references`` contains the name that belongs in each gap, in order.
     """
 
     text: str
@@ -68,10 +68,11 @@ class Template(NamedTuple):
 
 
 class Reference(NamedTuple):
-    """An outside name with its attributes, such as ("math", "exp") for ``math.exp``.
+    """A name that a function takes from outside, with attributes: ("math", "exp") for ``math.exp``.
 
-    If ``keyword`` is not empty, it is the name of an argument in a call of the named function. The
-    reference then represents the position of this argument.
+    If ``keyword`` is not empty, the reference is to an argument of a call, such as ``f(x=1)``.
+    ``names`` is then the name of the called function, and ``keyword`` the name of the argument. In
+    a digest, the position of the argument replaces its name.
     """
 
     names: tuple[str, ...]
@@ -159,7 +160,10 @@ class _Reader:
         return self.value(value), *rest
 
     def value(self, value: Any) -> Any:
-        """Return text, or nested tuples of text, that is different for different values."""
+        """Return a value as strings in nested tuples, for a digest.
+
+        Different values give different strings.
+        """
         if isinstance(value, _NUMBERS):
             return type(value).__name__, repr(value)
         if isinstance(value, np.generic):
@@ -195,9 +199,9 @@ class _Reader:
         return "type", str(value)
 
     def _named(self, value: Any) -> Any:
-        """Return the name of a function, class or instance whose source is not read.
+        """Return the name of an object whose source code is not read.
 
-        These are objects of other packages.
+        Such objects are functions, classes and instances of other packages, such as NumPy.
         """
         if isinstance(value, type) and issubclass(value, tuple) and hasattr(value, "_fields"):
             return "record class", value._fields, self.value(vars(value)["_field_defaults"])
@@ -323,10 +327,11 @@ def _functions(lines: tuple[str, ...]) -> dict[tuple[int, str], list[Any]]:
 
 
 def template(node: ast.AST, outside: frozenset[str] = frozenset()) -> Template:
-    """Return a syntax tree as text without words, and its references to names in ``outside``.
+    """Return a syntax tree as text, and its references to the names in ``outside``.
 
-    Other names are numbered in the order in which they occur. The text does not depend on the
-    version of Python.
+    Docstrings, comments, annotations and the arguments of ``raise`` are left out. Names that are
+    not in ``outside`` are numbered in the order in which they occur. The text does not depend on
+    the version of Python.
     """
     writer = _Writer(outside)
     writer.node(node)
@@ -344,10 +349,11 @@ def _template_of_function(node: ast.FunctionDef | ast.Lambda, outside: frozenset
 
 
 class _Writer:
-    """Writes a syntax tree as text.
+    """Writes a syntax tree as text, without docstrings and without the names of local variables.
 
-    Kinds of nodes that are not written unchanged have a method each. Nodes are written in the order
-    of the tree. Local names are numbered in the order in which they are written.
+    Nodes are written in the order of the tree. Local names are replaced by numbers, in the order in
+    which they are written. A method ``_write_<kind>`` writes the nodes of a kind that needs special
+    treatment. All other nodes are written with all of their fields.
     """
 
     def __init__(self, outside: frozenset[str]) -> None:
@@ -375,7 +381,7 @@ class _Writer:
         self._put(")")
 
     def _value(self, value: Any) -> None:
-        """Write a field of a node."""
+        """Write the value of a field of a node: a node, a list of nodes, or a constant."""
         if isinstance(value, ast.AST):
             self.node(value)
         elif not isinstance(value, list):

@@ -94,24 +94,27 @@ tiled_type = TiledType
 class TiledArray:
     """A 4-D array (batch, heads, rows, columns) that a kernel copies in boxes.
 
-    A box has ``rows`` rows of 128 bytes: 64 columns of 16 bits, or 32 columns of float32. The axes
-    of the tensor map, from the outermost axis to the innermost, are:
+    A box is a block of ``rows`` rows that the copy engine (TMA) moves in one copy. A row has 128
+    bytes: 64 columns of 16 bits, or 32 columns of float32. The tensor map describes the array to
+    the copy engine. The fields ``heads`` and ``ends`` decide its axes:
 
-        default: a box has rows of 1 head  batch, head, row,         column
-        ``heads`` = n: rows of n heads     batch, head, row, member, column
-        ``ends``                           back,  end,  row,         column
-        ``heads`` and ``ends``             back,  end,  row, member, column
+        heads     ends    axes of the tensor map, the outermost axis first
+        1         False   batch, head, row, column
+        n > 1     False   batch, group, row, head of the group, column
+        1         True    back, end, row, column
+        n > 1     True    back, end, row, head of the group, column
 
-    With n heads, the axis of heads counts groups of n heads. A box has rows // n rows of each head
+    With n heads, neighbouring heads form groups of n heads. A box has rows // n rows of each head
     of the group, ordered by row.
 
-    With ``ends``, rows are counted from the end of a sequence. For example, a sequence of N rows
-    ends before row e of batch entry b and head h. Row r of this sequence has the index
-    r + ``WRAPS`` - N along the axis "row", and the index b steps[0] + h steps[1] + e steps[2] along
-    the axis "end". Elements outside of the sequence are then outside of the map: they are read as
-    zeros and not written. A map must not begin before the memory of the array. The index ``WRAPS``
-    along the axis "back" therefore subtracts ``WRAPS`` rows from the address, because addresses
-    wrap around at 2^64.
+    ``ends`` is for arrays in which sequences follow each other. Elements outside of the sequence of
+    a box are then outside of the map: they are read as zeros and not written. For this purpose,
+    rows are counted from the end of a sequence. For example, a sequence of N rows ends before row e
+    of batch entry b and head h. Row r of this sequence has the index r + ``WRAPS`` - N along the
+    axis "row", and the index b steps[0] + h steps[1] + e steps[2] along the axis "end".
+
+    A map must not begin before the memory of the array. The index ``WRAPS`` along the axis "back"
+    therefore subtracts ``WRAPS`` rows from the address, because addresses wrap around at 2^64.
     """
 
     array: Any

@@ -1,12 +1,11 @@
 """Replacements of functions of Numba's front end, with which kernels compile faster.
 
-A kernel of this package calls some hundred device functions, all of them inlined. It then has some
+A kernel of fa_numba calls some hundred device functions, all of them inlined. It then has some
 thousand statements. Numba's front end (bytecode to LLVM IR) is Python code that was written for
 smaller functions. Some functions of Numba take time proportional to the square of the number of
-statements, repeat work at each call, or compute values that nothing reads.
-``without_repeats`` replaces such functions while a kernel is compiled. The machine code does not
-change: ``tests/device/test_front_end.py`` compares PTX, and ``make ptx`` compares the PTX of every
-kernel.
+statements, repeat work at each call, or compute values that nothing reads. ``without_repeats``
+replaces such functions while a kernel is compiled. The machine code does not change:
+``tests/device/test_front_end.py`` compares PTX, and ``make ptx`` compares the PTX of every kernel.
 
 The modules of this package contain the replacements:
 

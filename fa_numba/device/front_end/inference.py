@@ -1,4 +1,4 @@
-"""Types: results of Numba's type inference that are computed once and kept."""
+"""Faster type inference: replacements of Numba's functions that find types."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ _BY_IDENTITY = (FunctionType, BuiltinFunctionType, ModuleType, DeviceFunction, t
 
 
 def call_types_kept(find: Callable) -> Callable:
-    """Return a function that finds the type of a call by ``find``, and keeps the type.
+    """Return a replacement of Numba's function ``find``, which finds the type of a call.
 
-    Numba's type inference asks for the type of each call several times. Lowering asks once more.
+    The replacement caches the types. Numba asks for the type of each call several times during type
+    inference, and once more while it generates code.
     """
     known: dict[Any, Any] = {}
 
@@ -35,9 +36,9 @@ def call_types_kept(find: Callable) -> Callable:
 
 
 def types_of_values_kept(find: Callable) -> Callable:
-    """Return a function that finds the type of a value by ``find``.
+    """Return a replacement of Numba's function ``find``, which finds the type of a value.
 
-    The function keeps the types of functions, modules, classes, integers and bools.
+    The replacement caches the types of functions, modules, classes, integers and bools.
     """
     known: dict[Any, Any] = {}
 
@@ -57,11 +58,12 @@ def types_of_values_kept(find: Callable) -> Callable:
 
 
 def propagated_where_changed(propagate: Callable) -> Callable:
-    """Return a function that resolves a constraint again only if a type in it has changed.
+    """Return a replacement of Numba's function ``propagate``, which resolves all constraints.
 
     A constraint is a rule of Numba's type inference for one statement. Numba resolves all
     constraints again and again until no type changes. Even if each statement uses only results of
-    statements before it, Numba resolves each constraint twice.
+    statements before it, Numba resolves each constraint twice. The replacement resolves a
+    constraint again only if a type in the constraint has changed.
     """
 
     def propagate_changed(self: Any, inference: Any) -> list:
@@ -94,7 +96,7 @@ def _types_of(names: tuple[str, ...], variables: Any) -> list:
 def _names_in(value: Any) -> Iterator[str]:
     """Yield the names of the variables in a constraint and in the parts of the constraint.
 
-    Other texts in the constraint are yielded too.
+    Every other string in the constraint is yielded too.
     """
     if isinstance(value, ir.Var):
         yield value.name
@@ -110,18 +112,20 @@ def _names_in(value: Any) -> Iterator[str]:
 
 
 def not_caught(_: Callable) -> Callable:
-    """Return a function that makes a context without any effect on warnings.
+    """Return a replacement of Numba's ``catch_warnings``: a function that returns an empty context.
 
-    Numba's function sets up filters of warnings, for each statement whose type it infers.
+    Numba enters this context for each statement whose type it infers. Its own context catches
+    warnings, and is slow to set up.
     """
     return lambda self, filename=None, lineno=None: contextlib.nullcontext()
 
 
 def literals_looked_for(run: Callable) -> Callable:
-    """Return a pass that runs only on functions with lists or with subscripts that are text.
+    """Return a replacement of ``run``, a pass of Numba that rewrites lists and subscripts.
 
-    Numba's pass applies three rewrites, which change only such functions. If other rewrites are
-    registered, the pass runs on all functions.
+    Numba's pass applies three rewrites. They change only functions that contain a list, or a
+    subscript that is a string. The replacement calls Numba's pass only for such functions. It calls
+    Numba's pass for all functions if further rewrites are registered.
     """
     known = {
         *("RewriteStringLiteralGetitems", "RewriteStringLiteralSetitems"),

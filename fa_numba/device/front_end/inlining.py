@@ -1,4 +1,8 @@
-"""Inlining of device functions: each is translated once, and copied in one walk at each call."""
+"""Faster inlining of device functions.
+
+Each device function is translated from bytecode only once. At each call, its statements are copied
+and renamed in one step.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +23,12 @@ _CLOSURES = ("make_function", "build_list")
 
 
 def translated_once(translate: Callable) -> Callable:
-    """Return a function that translates each device function only once.
+    """Return a replacement of Numba's function ``translate``, which translates a device function.
 
-    The first time, the device function is translated from bytecode to Numba's intermediate
-    representation and checked, and its blocks are joined. Later, the stored result is returned, of
-    which ``inlined_in_one_walk`` makes a copy for each call in a kernel.
+    A device function is translated from bytecode to Numba's intermediate representation and
+    checked, and its blocks are joined. The replacement does this once for each device function, and
+    stores the result. Numba does it at every call. ``inlined_in_one_walk`` copies the stored result
+    for each call.
     """
     known: dict[Any, Any] = {}
 
@@ -44,11 +49,14 @@ def translated_once(translate: Callable) -> Callable:
 
 
 def inlined_in_one_walk(inline: Callable) -> Callable:
-    """Return a function that inlines a call by copying and renaming statements in one walk.
+    """Return a replacement of ``inline``, Numba's function that inlines a call.
 
-    Numba copies the statements twice and walks over them five times. Here, the new name of a
-    variable ends in a number. Numba's names would contain the names of all inlined functions. The
-    assembler cuts such long names, and two of them may become equal.
+    The replacement copies and renames the statements of the device function in one loop. Numba
+    copies the statements twice, and loops over them five times.
+
+    The replacement also gives variables shorter names, which end in a number. Numba's names contain
+    the names of all inlined functions. The assembler cuts such long names, and two of them may then
+    be equal.
     """
 
     def inline_ir(
@@ -116,8 +124,9 @@ def _copy_of_block(
 def _numbered(blocks: dict[int, ir.Block]) -> dict[int, ir.Block]:
     """Return blocks with the labels 0, 1, ... in the order of their old labels.
 
-    The labels of a device function are larger than all labels before it. Without new labels, labels
-    would double with each device function that calls another device function.
+    Numba gives the blocks of a device function labels that are larger than all earlier labels.
+    Without new labels, the labels would double with each level of device functions that call each
+    other.
     """
     numbers = {label: n for n, label in enumerate(sorted(blocks))}
     for block in blocks.values():
@@ -157,9 +166,10 @@ def _copied(value: Any, variables: dict[str, ir.Var]) -> Any:
 
 
 def closures_looked_for(run: Callable) -> Callable:
-    """Return a pass that runs only on functions with closures, lists or calls of ``reduce``.
+    """Return a replacement of ``run``, Numba's pass that inlines closures.
 
-    Numba's pass computes the lifetimes of all variables before it looks for closures.
+    The replacement calls Numba's pass only for functions with closures, lists or calls of
+    ``reduce``. Numba's pass computes the lifetimes of all variables before it looks for closures.
     """
 
     def run_pass(self: Any, state: Any) -> bool:

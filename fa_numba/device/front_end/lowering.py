@@ -1,4 +1,4 @@
-"""Lowering to LLVM IR: code and text that nothing reads are not made."""
+"""Faster lowering: replacements of Numba's functions that generate LLVM IR."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from numba.cuda.np import linalg
 
 
 def values_where_assigned_once(_: Callable) -> Callable:
-    """Return a function that finds the variables for which no stack memory is needed.
+    """Return a replacement of Numba's function that finds variables without stack memory.
 
     These variables become values of LLVM IR. Such a variable is assigned once, and this assignment
     comes before every use on each path. Numba's function finds only variables that are assigned and
@@ -52,10 +52,10 @@ def values_where_assigned_once(_: Callable) -> Callable:
 
 
 def refreshed_after_changes(refresh: Callable) -> Callable:
-    """Return a function that reads Numba's registries again only if they have grown.
+    """Return a replacement of ``refresh``, Numba's function that reads all registries of functions.
 
-    Numba's function reads all registries each time Numba finds no code for a function yet. This
-    happens a few hundred times per kernel.
+    Numba calls ``refresh`` whenever it does not find an implementation of a function. This happens
+    a few hundred times per kernel. The replacement reads the registries only if they have grown.
     """
     known: dict[int, tuple[list[list], int]] = {}
 
@@ -71,13 +71,20 @@ def refreshed_after_changes(refresh: Callable) -> Callable:
 
 
 def _definitions(context: Any) -> list[list]:
-    """Return the lists of definitions in the registries of a context and of its types."""
+    """Return the lists of definitions in all registries of a context.
+
+    The registries of types that belong to the context are included.
+    """
     registries = {*context._registries, *context.typing_context._registries, builtin_registry}
     return [found for each in registries for found in vars(each).values() if type(found) is list]
 
 
 def without_debug_sizes(alloca: Callable) -> Callable:
-    """Return a function that allocates a variable without computing its size for a debugger."""
+    """Return a replacement of Numba's function ``alloca``, which allocates a variable on the stack.
+
+    Numba also computes the size of the variable, for a debugger. The replacement computes the size
+    only if debug information is on.
+    """
 
     def alloca_lltype(self: Any, name: str, lltype: Any, datamodel: Any = None) -> Any:
         if isinstance(self.debuginfo, DummyDIBuilder):
@@ -88,9 +95,10 @@ def without_debug_sizes(alloca: Callable) -> Callable:
 
 
 def found_without_import(_: Callable) -> Callable:
-    """Return a function that looks for SciPy without importing ``scipy.linalg``.
+    """Return a replacement of Numba's function ``ensure_blas``.
 
-    Numba imports ``scipy.linalg`` to learn whether there is a BLAS. Kernels do not call BLAS.
+    Numba imports ``scipy.linalg`` to learn whether there is a BLAS. Kernels do not call BLAS. The
+    replacement only checks that SciPy is installed, without importing it.
     """
 
     def ensure_blas() -> None:
@@ -101,7 +109,11 @@ def found_without_import(_: Callable) -> Callable:
 
 
 def text_of(value: object) -> str:
-    """Return a value as text; no text for a statement unless Numba's debug output is on."""
+    """Return a value as text, in place of ``str`` in Numba's module ``lowering``.
+
+    The text of a statement is empty unless Numba's debug output is on, because making it takes
+    time.
+    """
     return "" if isinstance(value, ir.Stmt) and not config.DEBUG_JIT else str(value)
 
 

@@ -1,4 +1,4 @@
-"""Numba's passes: run without measuring each, and skipped if a function has nothing to change."""
+"""Faster passes: Numba's passes without measurements, and without passes that change nothing."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ _REGISTRY = compiler_machinery._pass_registry
 
 
 def run_unmeasured(run: Callable) -> Callable:
-    """Return a function that runs all passes of a pipeline.
+    """Return a replacement of Numba's function ``run``, which runs all passes of a pipeline.
 
-    Numba measures three times per pass, formats its arguments for listeners, and searches all
-    statements after the pass. A kernel with its device functions takes about 2,000 passes.
+    For each pass, Numba measures the time three times, formats the arguments for listeners, and
+    searches all statements afterwards. The replacement only runs the passes. A kernel with its
+    device functions takes about 2,000 passes.
     """
 
     def run_passes(self: Any, state: Any) -> None:
@@ -46,9 +47,10 @@ def run_unmeasured(run: Callable) -> Callable:
 
 
 def pipeline_kept(define: Callable) -> Callable:
-    """Return a function that returns the pipeline (list of passes) for device functions.
+    """Return a replacement of Numba's function ``define``, which makes a pipeline (list of passes).
 
-    The pipeline is made by ``define`` once for each set of compiler flags, and kept.
+    Numba makes a new pipeline for each device function. The replacement makes one pipeline for each
+    set of compiler flags, and caches it.
     """
     known: dict[tuple, Any] = {}
 
@@ -63,7 +65,10 @@ def pipeline_kept(define: Callable) -> Callable:
 
 
 def finalized_once(finalize: Callable) -> Callable:
-    """Return a function that finalizes a pipeline unless the pipeline was finalized before."""
+    """Return a replacement of Numba's function ``finalize``, which completes a pipeline.
+
+    The replacement does nothing if the pipeline was finalized before.
+    """
 
     def finalize_new(self: Any) -> None:
         if not self._finalized:
@@ -73,7 +78,10 @@ def finalized_once(finalize: Callable) -> Callable:
 
 
 def branches_looked_for(run: Callable) -> Callable:
-    """Return a pass that looks for dead branches only in functions that have branches."""
+    """Return a replacement of ``run``, Numba's pass that removes dead branches.
+
+    The replacement calls Numba's pass only for functions that have branches.
+    """
 
     def run_pass(self: Any, state: Any) -> bool:
         blocks = state.func_ir.blocks.values()
@@ -85,10 +93,11 @@ def branches_looked_for(run: Callable) -> Callable:
 
 
 def legalized_without_ends(run: Callable) -> Callable:
-    """Return a pass that checks a kernel before lowering.
+    """Return a replacement of ``run``, Numba's pass that checks a kernel before lowering.
 
     Numba's pass also marks where each variable is used last. Only reference counts and a debugger
-    need these marks. If they are needed, Numba's pass ``run`` is called.
+    need these marks. The replacement calls Numba's pass only if the marks are needed. Otherwise it
+    makes the checks without the marks.
     """
 
     def run_pass(self: Any, state: Any) -> bool:

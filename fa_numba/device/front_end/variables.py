@@ -1,4 +1,4 @@
-"""Variables of Numba's intermediate representation: which are alive, renamed, read or stored."""
+"""Faster handling of variables: replacements of Numba's functions that list or rename variables."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _EXPRESSIONS_WITHOUT_EFFECT = ("getattr", "build_tuple")
 
 
 def unread_left_out(rename: Callable) -> Callable:
-    """Return a pass that removes assignments to unread variables, and then renames variables.
+    """Return a replacement of ``rename``, Numba's pass that renames variables (SSA).
 
-    Such variables are the names of inlined functions, and the results of inlined functions that
-    return nothing.
+    The replacement first removes assignments to variables that no statement reads. Such variables
+    are the names of inlined functions, and the results of inlined functions that return nothing.
     """
 
     def run_pass(self: Any, state: Any) -> bool:
@@ -30,7 +30,10 @@ def unread_left_out(rename: Callable) -> Callable:
 
 
 def _remove_unread(blocks: dict[int, ir.Block]) -> None:
-    """Remove assignments without an effect to variables that no statement reads."""
+    """Remove assignments to variables that no statement reads.
+
+    An assignment stays if computing its value has an effect, such as a call.
+    """
     reads: Counter[str] = Counter()
     assigned = defaultdict(list)
     for block in blocks.values():
@@ -65,10 +68,10 @@ def _names_read(value: Any) -> list[str]:
 
 
 def lifetimes_when_asked_for(run: Callable) -> Callable:
-    """Return a function that computes the lifetimes of variables only when a pass reads them.
+    """Return a replacement of ``run``, which computes the lifetimes of variables after each pass.
 
-    Numba computes the lifetimes after each pass. Only one pass reads them: the pass that marks
-    where each variable is used last.
+    The replacement computes the lifetimes only when a pass reads them. Only one pass reads them:
+    the pass that marks where each variable is used last.
     """
 
     def without_lifetimes(
@@ -86,9 +89,10 @@ def lifetimes_when_asked_for(run: Callable) -> Callable:
 
 
 def renamed_where_named(run: Callable) -> Callable:
-    """Return a function that renames a variable only in the blocks that contain its name.
+    """Return a replacement of ``run``, which renames variables that are assigned several times.
 
-    Numba searches all statements for each variable that is assigned several times.
+    Numba searches all statements for each of these variables. The replacement searches only the
+    blocks that contain the name of the variable.
     """
 
     def run_ssa(blocks: dict) -> dict:
@@ -113,9 +117,10 @@ def renamed_where_named(run: Callable) -> Callable:
 
 
 def variables_by_type(_: Callable) -> Callable:
-    """Return a function that lists the variables in a part of a statement.
+    """Return a replacement of Numba's method that lists the variables in a part of a statement.
 
-    Numba compares the type of each part with each kind of node. Here each type is compared once.
+    Numba compares the type of each part with all kinds of nodes. The replacement does this once for
+    each type, and remembers the result.
     """
     finders: dict[type, Callable[[Any], list]] = {}
 
@@ -140,9 +145,10 @@ def variables_by_type(_: Callable) -> Callable:
 
 
 def of_an_assignment(_: None) -> Callable:
-    """Return a function that lists the variables of an assignment.
+    """Return a method that lists the variables of an assignment.
 
-    Most statements are assignments. Only an assignment's value can have several variables.
+    The method is faster than Numba's method, because it visits only the target and the value. Most
+    statements are assignments.
     """
 
     def list_vars(self: ir.Assign) -> list:
@@ -156,10 +162,10 @@ def of_an_assignment(_: None) -> Callable:
 
 
 def of_a_statement(find: Callable) -> Callable:
-    """Return a function that lists the variables of a statement.
+    """Return a replacement of Numba's function ``find``, which lists the variables of a statement.
 
-    The function is faster than Numba's function for assignments. For all other statements it calls
-    Numba's function, ``find``, which visits each part of a statement.
+    For an assignment, the replacement calls the faster method of the assignment. For any other
+    statement, it calls ``find``, which visits each part of the statement.
     """
 
     def compat_list_vars_stmt(statement: Any) -> list:
