@@ -64,7 +64,10 @@ class Active(Flow):
         return int(lanes[0]) if lanes.size else 0
 
     def first_lane_where(self, values: Any) -> int:
-        """Return the first lane that takes part and whose value is true; -1 if there is none."""
+        """Return the first lane that takes part and whose value is true.
+
+        Return -1 if there is no such lane.
+        """
         if values.__class__ is not np.ndarray:
             return self.first_lane() if values else -1
         lanes = np.flatnonzero(values if self.mask is None else (values != 0) & self.mask)
@@ -73,7 +76,7 @@ class Active(Flow):
     def first_outside(self, index: Any, extent: Any) -> int:
         """Return the first lane that takes part and whose index is outside 0 .. extent - 1.
 
-        Return -1 if there is none.
+        Return -1 if there is no such lane.
         """
         if extent.__class__ is np.ndarray:  # it differs between thread blocks
             return self.first_lane_where(np.asarray((index < 0) | (index >= extent)))
@@ -121,8 +124,8 @@ class Active(Flow):
     def uniform(self, value: Any) -> Any:
         """Return the value that all lanes which take part share, as a number.
 
-        Raise Parting if the lanes have different values. Lanes with different values then run in
-        different groups.
+        Raise Parting if the lanes have different values. The thread block then begins again, and
+        lanes with different values run in different groups.
         """
         if value.__class__ is not np.ndarray:
             return value
@@ -149,19 +152,18 @@ class Active(Flow):
         return taken[0].item() if (taken == taken[0]).all() else of_block[blocks]
 
     def whole_blocks(self, lanes: np.ndarray) -> np.ndarray:
-        """Return `lanes` unchanged if it contains only complete thread blocks, else raise OneByOne.
+        """Return `lanes` unchanged if it contains all lanes of each of its thread blocks.
 
-        `lanes` has one bool per lane.
+        `lanes` has one bool per lane. Raise OneByOne if it contains only a part of a thread block.
         """
         if (self.by_block(lanes) % self.threads).any():
             raise OneByOne
         return lanes
 
     def by_block(self, lanes: np.ndarray) -> np.ndarray:
-        """Return for each thread block the number of its lanes that are in `lanes`.
+        """Return the number of lanes in `lanes` for each thread block that runs.
 
-        `lanes` has one bool per lane. The thread blocks are the thread blocks that run at the same
-        time.
+        `lanes` has one bool per lane.
         """
         return np.bincount(self.group.blocks[lanes], minlength=self.at_once)
 
@@ -180,7 +182,10 @@ class Active(Flow):
         return known[2]
 
     def _know(self, one: Any, other: Any, fact: bool) -> tuple[Any, Any, bool]:
-        """Store a fact about the objects `one` and `other` in the cache; return the new entry."""
+        """Store a fact about two objects in the cache, and return the cache entry.
+
+        The entry is the tuple ``(one, other, fact)``.
+        """
         if len(self._known) > MOST_KNOWN:
             self._known.clear()
         known = self._known[id(one), id(other)] = (one, other, fact)

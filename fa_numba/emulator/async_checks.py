@@ -1,17 +1,19 @@
-"""Compiled loops for bulk copies and warpgroup products: they check, copy and mark elements.
+"""Compiled loops that check bulk copies and warpgroup products, and mark the elements they use.
 
-These functions are like those of checks.py, for operations that touch many elements of shared
-memory for one thread or for one warpgroup. Stamps are explained in shared_memory.py. Several
-arguments recur:
+These functions are like the functions of checks.py. They are for operations that touch many
+elements of shared memory for one thread or for one warpgroup. Stamps are explained in
+shared_memory.py. Several arguments recur:
 
-    known     which accesses happened before the call, as the calling threads know. Element t is a
-              stamp: every access by thread t with a lower stamp happened before. The elements after
-              the threads are such stamps for the parts of products that each warp computes, and for
-              the copies that each mbarrier counts.
-    fences    one stamp per thread. Writes by the thread with a lower stamp came before a fence of
-              the thread, so that the copy engine and the tensor cores may read them.
+    known     what the calling threads know about earlier accesses, as a row of stamps (see
+              knowledge.py). Every access by thread t with a stamp below known[t] happened before
+              the call. The elements after the threads are such stamps for the accesses of the
+              hardware: one for each part of a product that a warp computes, and one for the copies
+              that each mbarrier counts.
+    fences    one stamp per thread. Each write by thread t with a stamp below fences[t] came before
+              a fence of this thread. The copy engine and the tensor cores may therefore read it.
     first, places    the touched elements. `places` are positions in a buffer, counted from the
               buffer's element `first`.
+    warps     number of warps of the thread block
     base      stamp of the thread block's last barrier
     data, written, reads, touched, copiers, sites    the arrays of a `SharedBuffer`
 
@@ -39,9 +41,10 @@ from .checks import (
 
 @part_of_a_loop
 def before(stamp, known, warps):
-    """Return whether an earlier access happened before the present call, according to `known`.
+    """Return whether an earlier access happened before this call, as `known` says.
 
-    `stamp` is the stamp of the earlier access. `warps` is the number of warps of the thread block.
+    `stamp` is the stamp of the earlier access. `known` and `warps` are described at the top of this
+    module.
     """
     code = stamp & NOBODY
     if code == NOBODY:
@@ -67,8 +70,8 @@ def before(stamp, known, warps):
 def _may_have(stamp, known, fences, warps, base):
     """Return whether the copy engine and the tensor cores may use a value that was written.
 
-    `stamp` is the stamp of the write. The write must have happened before the present call. A write
-    by a thread must also be followed by a fence. A write by a bulk copy needs no fence.
+    `stamp` is the stamp of the write. The write must have happened before this call. After a write
+    by a thread, the thread must have made a fence. A write by a bulk copy needs no fence.
     """
     if stamp >= base and not before(stamp, known, warps):
         return False
@@ -82,10 +85,11 @@ def _may_have(stamp, known, fences, warps, base):
 def depart_box(
     written, reads, touched, copiers, sites, first, places, known, fences, warps, base, tid, site
 ):
-    """Mark elements as in flight for a box load, unless one of them is still in use.
+    """Mark the elements of a box that is being loaded, unless one of them is still in use.
 
-    `tid` is the number of the thread that starts the load, and `site` the number of its
-    instruction. Return -1, or the index into `places` of the first element that is still in use.
+    No thread may access the marked elements until the box has arrived. `tid` is the number of the
+    thread that starts the load. `site` is the number of the instruction that starts it. Return -1,
+    or the index into `places` of the first element that is still in use.
     """
     # `allowed` is a stamp that was checked: neighbours mostly have equal stamps.
     free, used, allowed = places.size, False, UNWRITTEN
@@ -126,7 +130,10 @@ def depart_box(
 
 @compiled
 def land_box(data, written, first, places, values, stamp):
-    """Write the values of a box that has arrived, and mark the elements as written at `stamp`."""
+    """Write the values of a box that has arrived to shared memory.
+
+    The elements are marked as written at the time of the stamp `stamp`.
+    """
     for n in range(places.size):
         p = first + places[n]
         data[0, p] = values[n]
@@ -135,7 +142,7 @@ def land_box(data, written, first, places, values, stamp):
 
 @part_of_a_loop
 def _give_back(reads, touched, row, parts, first, places, stamp):
-    """Mark the elements of an asynchronous read, as `give_back` describes."""
+    """Mark the elements of an asynchronous read. The arguments are described in `give_back`."""
     each = places.size // parts
     for part in range(parts):
         mark = stamp if stamp == READING else stamp + part
@@ -146,11 +153,12 @@ def _give_back(reads, touched, row, parts, first, places, stamp):
 
 @compiled
 def give_back(reads, touched, row, parts, first, places, stamp):
-    """Mark elements as read at the time of a stamp, or as still being read.
+    """Mark elements of shared memory as read at the time of a stamp, or as still being read.
 
-    The mark is `stamp`. The special stamp `READING` marks elements that are still being read. The
-    marks are in row `row` of `reads`. If `parts` is above 1, that number of readers read equal
-    parts of the elements, and reader n gets the mark ``stamp + n``.
+    The mark is `stamp`. The special stamp `READING` marks elements that are still being read.
+    `reads` has one row for each kind of reader, and the marks are written to the row with the index
+    `row`. If `parts` is above 1, that number of readers read equal parts of the elements, and
+    reader n gets the mark ``stamp + n``.
     """
     _give_back(reads, touched, row, parts, first, places, stamp)
 
@@ -161,9 +169,9 @@ def lend(
 ):
     """Copy elements of shared memory to `values` for an asynchronous read.
 
-    Also mark the elements as being read. No thread may write them until the read has ended. Return
-    -1, or the index into `places` of the first element that may not be read. `row` and `parts` are
-    described in `give_back`.
+    The elements are also marked as being read. No thread may write them until the read has ended.
+    Return -1, or the index into `places` of the first element that may not be read. `row` and
+    `parts` are described in `give_back`.
     """
     allowed = -1  # a stamp that was checked: neighbours mostly have equal stamps
     for n in range(places.size):
@@ -185,8 +193,11 @@ def box_access(kind, rows, width, itemsize, address, block, writers, readers, at
         kind       LOAD, STORE or ATOMIC of checks.py
         rows       position in memory of the first element of each row of the box
         width      number of elements in a row of the box
+        itemsize   size of an element in bytes
         address    number of bytes from the beginning of the allocation to the array's memory
         block      number of the thread block
+        writers, readers, atomics    the arrays of `Owners`, empty if they are not recorded
+        stats      the row of statistics to which the request is added
 
     Return -1 if there is no conflict. Otherwise return the index of the first row with an element
     whose access conflicts with an access of another thread block.

@@ -130,7 +130,11 @@ class Axes(Unconverted):
         return self._check(place)
 
     def _check(self, place: tuple[Any, ...]) -> Any:
-        """Check the bounds of indices along the first axes; return the selected position."""
+        """Check the bounds of indices along the first axes, and return the selected position.
+
+        The position is the row-major index of the selected part among all parts of the same number
+        of axes.
+        """
         e: Any = 0
         for i, n in zip(place, self.whole, strict=False):
             if i.__class__ is slice:

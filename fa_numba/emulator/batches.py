@@ -2,9 +2,9 @@
 
 An operation on an array takes about the same time for 32 lanes and for 1,000 lanes. Thread blocks
 of few lanes therefore run in batches. Each thread block has its own shared memory, barriers and
-stamps, and therefore its own faults. If all lanes of a thread block have ended or take another
-branch, they are masked out. Atomic additions to global memory are made when all thread blocks of
-the batch have ended, one thread block after the other.
+stamps. Faults are therefore found for each thread block separately. If all lanes of a thread block
+have ended or take another branch, they are masked out. Atomic additions to global memory are made
+when all thread blocks of the batch have ended, one thread block after the other.
 
 Some operations need a thread block that runs alone. They raise `OneByOne`, and a fault of the
 kernel raises an error. In both cases the batch is undone, and its thread blocks run one by one.

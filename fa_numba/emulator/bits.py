@@ -1,7 +1,8 @@
 """Functions of `numba.cuda` on the bits of integers, and selection and arithmetic by lane.
 
-An integer has 32 bits if its value fits into 32 bits, else 64 bits: the emulator does not know the
-width of the variable. This matters for leading zeros, for reversed bits, and for negative numbers.
+The emulator does not know how many bits the variable of an integer has. It assumes 32 bits if the
+value fits into 32 bits, and otherwise 64 bits. The number of bits changes the results of functions
+that count leading zeros or reverse bits, and the results for negative numbers.
 """
 
 from __future__ import annotations

@@ -41,9 +41,9 @@ class BoxLayout(NamedTuple):
         Length of a box along each axis.
     steps : tuple of int, default ()
         Numbers that the kernel reads as ``array.steps``: the strides of a batch entry, of a head
-        and of a row, divided by the stride of the map's second axis. From them the kernel computes
-        the index along the second axis at which a sequence ends. Empty if the map was made without
-        such an axis (``TiledArray.ends`` is False).
+        and of a row, divided by the stride of the map's second axis. From these numbers the kernel
+        computes the end of a sequence, as an index along the second axis. The tuple is empty if
+        ``TiledArray.ends`` is False, because the map then has no such axis.
     swizzle : int, default 128
         Bytes within which the 16-byte chunks of a row are permuted in shared memory.
     fill : float, default 0

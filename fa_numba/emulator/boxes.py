@@ -42,7 +42,7 @@ ENGINE = "this TMA copy or wgmma product"  # how messages call the accessing har
 
 
 def swizzled(byte: Any, span: int = ROW_BYTES) -> Any:
-    """Return the address of a byte after swizzling: chunk c of row r moves to chunk c ^ r % n.
+    """Return the address of a byte after swizzling: chunk c of row r moves to chunk c ^ (r % n).
 
     A row has 128 bytes, and a chunk 16 bytes. n is the number of chunks in `span` bytes.
     """
@@ -68,7 +68,8 @@ class BoxLoad:
     first    element of the buffer at which the box begins
     places   positions of the box's elements in the buffer, counted from `first`
     values   the values that the elements will get
-    stamp    stamp of the end of the mbarrier's phase that counts the box; 0 before this end
+    stamp    stamp of the time of arrival, which is the end of a phase of the mbarrier that counts
+             the box. It is 0 until the phase ends
     """
 
     buffer: SharedBuffer
@@ -166,10 +167,10 @@ class Boxes(Mbarriers):
 
     @property
     def row_of_boxes(self) -> int:
-        """Return the number of the row of ``buffer.reads`` that marks reads by box stores.
+        """Return the index of the row of ``buffer.reads`` that marks reads by box stores.
 
-        It is the last row. The rows before are one row per warp, and two rows per warpgroup for the
-        operands of products.
+        It is the last row. The earlier rows are one row per warp, and then two rows per warpgroup
+        for the operands of products.
         """
         return self.warps + 2 * self.warpgroups
 
@@ -224,10 +225,11 @@ class Boxes(Mbarriers):
     def _box(
         self, boxed: BoxedArray, array: SharedArray, index: int, lane: int
     ) -> tuple[int, np.ndarray]:
-        """Return the element of a buffer at which a box begins, and the positions of all elements.
+        """Return the element of the buffer at which a box begins, and the positions in the box.
 
-        The positions are of the elements of the box, and count from its first element. Raise an
-        error if the box does not fit into the array, or does not begin at a multiple of 1024 bytes.
+        The second result contains the positions of all elements of the box, counted from the first
+        element. The box begins at element `index` of `array`. Raise an error if the box does not
+        fit into the array, or does not begin at a multiple of 1024 bytes.
         """
         size = boxed.rows * boxed.columns
         if array.itemsize != boxed.array.itemsize:

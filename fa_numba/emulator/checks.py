@@ -1,9 +1,9 @@
-"""Compiled loops of memory accesses: hazards, values, sectors and wavefronts of many lanes.
+"""Compiled loops over memory accesses: they find hazards, move values and count the traffic.
 
 These loops over lanes and elements are most of an emulated kernel's work. They are therefore
-compiled for the CPU. A function that checks accesses returns -1, or the first lane whose access it
-cannot decide. From that lane on, the caller goes through the lanes one by one in Python, handles
-every case, and makes the error.
+compiled for the CPU. A function that checks accesses returns -1 if it finds no fault. Otherwise it
+returns the first lane whose access it cannot decide. From that lane on, the caller checks the lanes
+one by one in Python, and raises the error if there is a fault.
 
 Stamps are explained in shared_memory.py. Lanes are in the order of their threads. If several thread
 blocks run at the same time, a thread's number is its number in the thread block, plus PITCH for
@@ -62,7 +62,7 @@ part_of_a_loop = register_jitable(_nrt=False)
 
 @part_of_a_loop
 def ordered(stamp, tid, warp, seen):
-    """Return whether an earlier access certainly happened before what a thread does now.
+    """Return whether an earlier access certainly happened before a thread's current access.
 
     `stamp` is the stamp of the earlier access. `tid` is the number of the thread in its thread
     block. `warp` is the index of the row of `seen` that belongs to the thread's warp.
@@ -83,10 +83,10 @@ def ordered(stamp, tid, warp, seen):
 
 @part_of_a_loop
 def _in_pairs(e, start, stop, apart, mask, tids):
-    """Return whether the lanes of threads t and t ^ `apart` access the same elements.
+    """Return whether the two lanes of each pair access the same elements.
 
-    All lanes from `start` to `stop` are compared. A lane whose partner does not take part counts as
-    equal.
+    A pair consists of the lanes of the threads t and t ^ `apart`. Only the lanes from `start` to
+    `stop` - 1 are compared. A lane whose partner does not take part counts as equal.
     """
     for k in range(start, stop):
         if mask[k]:
@@ -197,9 +197,10 @@ def shared_load(
 def _may_write(written, reads, touched, s, p, base, t, w, seen):
     """Return whether a thread may write an element without a race.
 
-    This is true if all accesses to the element since the last barrier happened before. The element
-    is `p` of the thread block in row `s` of the arrays. `t` is the number of the thread, and `w` is
-    the index of the row of `seen` that belongs to the thread's warp.
+    The result is True if all accesses to the element since the last barrier happened before the
+    write. `p` is the position of the element in the buffer. `s` is the row of the arrays that
+    belongs to the thread's thread block. `t` is the number of the thread, and `w` is the index of
+    the row of `seen` that belongs to the thread's warp.
     """
     last = written[s, p]
     if last >= base[s] and last != UNWRITTEN and not ordered(last, t, w, seen):
@@ -241,10 +242,11 @@ def shared_atomic(
 ):
     """Check and record an atomic update of element e[lane] in every lane.
 
-    If the last write of an element was atomic, the element has equal stamps in `atomics` and
-    `written`. Its stamp in `plain` is then the stamp of the last write that was not atomic. If
-    threads of several warps have updated the element, its new stamp has the code NOBODY. Only a
-    barrier of the thread block then orders later accesses after the updates.
+    `atomics` contains the stamp of each element's last atomic update. It equals the stamp in
+    `written` if the last write of the element was atomic. `plain` then contains the stamp of the
+    last write that was not atomic. If threads of several warps have updated the element, the new
+    stamp has the code NOBODY. Only a barrier of the thread block then orders later accesses after
+    the updates.
     """
     for k in range(e.size):
         if not mask[k]:
@@ -338,9 +340,9 @@ def may_access(kind, start, stop, block, several, writers, readers, atomics):
     accesses to an element conflict if they are of different thread blocks, at least one is a write,
     and at least one is not atomic. `writers`, `readers` and `atomics` are the arrays of `Owners`.
 
-    `several` says whether several thread blocks run at the same time. Their atomic additions are
-    then made later. If the thread block itself accesses an element after such an addition, this is
-    therefore a conflict, too.
+    `several` says whether several thread blocks run at the same time. The emulator then makes their
+    atomic additions later, when the thread blocks have ended. A load or store after an atomic
+    addition to the same element is then a conflict, even if both are of the same thread block.
     """
     for p in range(start, stop):
         if writers[p] != 0 and writers[p] != block:
@@ -395,12 +397,11 @@ def global_access(
     `GlobalArray.source`. `first` is the number of the first thread block that runs. If several
     thread blocks run at the same time (`several`), their atomic additions are made later.
 
-    Returns
-    -------
-    int
-        -1 if no conflict or race was found. A number of 0 or more is a lane. Its access conflicts
-        with another thread block, or with an addition that is still to be made. A number n of -2 or
-        less means lane -2 - n. Its access may race with another thread of the same thread block.
+        result        meaning
+        -1            there is no conflict and no race
+        n, from 0     the access of lane n conflicts with another thread block, or with an addition
+                      that is still to be made
+        n, below -1   the access of lane -2 - n may race with another thread of its thread block
     """
     sectors = scratch.reshape(-1)  # at most 4 sectors per lane
     k, count = 0, e.size

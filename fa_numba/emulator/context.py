@@ -556,7 +556,7 @@ class Context(Active):
         Raises
         ------
         TypeError
-            If `shape` is something else.
+            If `shape` is neither an integer nor a tuple of integers.
         """
         element, axes = element_type(dtype), shape_of("cuda.shared.array", shape)
         shape = prod(axes)

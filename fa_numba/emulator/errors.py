@@ -77,10 +77,10 @@ def not_a_number(name: str, value: Any) -> ValueError:
 
 
 class Unconverted:
-    """Base class of a kernel's arrays: NumPy must not convert them to an `ndarray`.
+    """Base class of a kernel's arrays, which NumPy must not convert to an `ndarray`.
 
-    Such a conversion would read the array without counting the accesses. It raises TypeError
-    instead.
+    Such a conversion would read the array without counting the accesses. Arrays of this class raise
+    TypeError instead.
     """
 
     __slots__ = ()

@@ -401,8 +401,9 @@ class GlobalArray(Unconverted):
     def _values(self, places: np.ndarray, e: Any) -> Any:
         """Return the values of elements by lane, with the types that a kernel computes with.
 
-        `places` contains the position of each lane's element in memory. If all lanes have the same
-        element, `e` is its position as one number; then only `e` is used.
+        If all lanes have the same element, `e` is its position in memory as one number, and the
+        result is one number. Otherwise `places` contains the position of each lane's element, and
+        the result is an array over the lanes.
         """
         if e.__class__ is not np.ndarray:  # one element for all lanes
             return self._memory[e] if self._convert is None else self._memory[e].item()
@@ -642,8 +643,8 @@ class GlobalArray(Unconverted):
     ) -> GlobalArray:
         """Return a view on the same memory.
 
-        `shape`, `strides` (in bytes) and `steps` (the strides in elements) are of the view.
-        `offset` is the position in memory of the view's first element.
+        `shape`, `strides` (in bytes) and `steps` (strides in elements) describe the view. `offset`
+        is the position in memory of the view's first element.
         """
         part = object.__new__(GlobalArray)
         for slot in GlobalArray.__slots__:

@@ -81,13 +81,13 @@ class Grid:
                 owners[:] = 0
 
     def _leave(self, number: int) -> None:
-        """Store the state of a thread block that waits."""
+        """Store the state of a thread block that waits, before another thread block runs."""
         launch, place = self.launch, self.launch._cuda.blockIdx
         state = {name: getattr(launch, name) for name in OF_BLOCK if hasattr(launch, name)}
         self.states[number] = state, (place.x, place.y, place.z)
 
     def _enter(self, number: int) -> None:
-        """Restore the state of a thread block that has waited."""
+        """Restore the state of a thread block that has waited, before it runs again."""
         if number not in self.states:
             return
         launch, place = self.launch, self.launch._cuda.blockIdx

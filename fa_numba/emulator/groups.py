@@ -136,7 +136,7 @@ class Group:
         return value if value.__class__ is np.ndarray else self.full(int(value))
 
     def in_warps(self, value: Any, fill: Any = 0) -> np.ndarray:
-        """Return a value of every lane as an array (warps, 32).
+        """Return a value of every lane as an array of shape (warps, 32).
 
         Positions without a lane have the value `fill`.
         """
@@ -149,7 +149,7 @@ class Group:
         return value.reshape(-1, WARP)
 
     def of_warps(self, values: np.ndarray) -> np.ndarray:
-        """Return an array (warps, 32) as an array over the lanes of the group."""
+        """Return the values of the group's lanes from an array of shape (warps, 32)."""
         flat = values.reshape(-1)
         return flat if self.whole else flat[self.slot]
 

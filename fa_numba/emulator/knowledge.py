@@ -37,7 +37,7 @@ ALWAYS = 1 << 58  # above the stamp of any access
 
 
 class Knowledge(Waiting):
-    """The part of a launch that records which accesses single threads know to be earlier."""
+    """The part of a launch that records which earlier accesses each thread knows to be finished."""
 
     __slots__ = ("_heard", "_columns", "_fences", "_taking_part")
 
@@ -65,10 +65,11 @@ class Knowledge(Waiting):
             raise OneByOne
 
     def widen(self, more: int) -> None:
-        """Append further columns to `seen` and `_heard`, if they have too few.
+        """Append further columns to `seen` and `_heard`, if they have too few columns.
 
-        Afterwards there are further columns for the matrix products of all warpgroups, for the
-        mbarriers that had columns before, and for `more` other mbarriers.
+        After the call there are enough further columns for the matrix products of all warpgroups,
+        for all mbarriers so far, and for `more` new mbarriers. Further columns are explained at the
+        top of this module.
         """
         base, starts, seen = self._clocks
         columns = WARPGROUP * self.warpgroups + self._columns
@@ -82,7 +83,7 @@ class Knowledge(Waiting):
         self.seen = wider[: len(self.seen)]
 
         def longer(row: np.ndarray) -> np.ndarray:
-            """Return a row with the missing columns appended."""
+            """Return a row with zeros in the columns that are missing at its end."""
             return np.concatenate([row, np.zeros(missing, np.int64)])
 
         self._opened = {n: longer(row) for n, row in self._opened.items()}
@@ -109,11 +110,11 @@ class Knowledge(Waiting):
         return np.concatenate([known[:threads].reshape(-1, WARP).min(axis=1), known[threads:]])
 
     def known_by(self, tids: np.ndarray, exactly: bool = False) -> np.ndarray:
-        """Return which accesses happened before, as all of the threads `tids` know.
+        """Return which accesses all of the threads `tids` know to have happened before.
 
         The result is a row `known` with one stamp per thread of the thread block. Every access by
-        that thread with a lower stamp happened before the next accesses of all threads `tids`. The
-        further columns of the row are described at the top of this module.
+        thread t with a stamp below known[t] happened before the next accesses of all threads
+        `tids`. The further columns of the row are described at the top of this module.
 
         The stamps may be lower than necessary, which is safe and faster to compute. With `exactly`,
         they are as high as possible.
@@ -133,8 +134,8 @@ class Knowledge(Waiting):
     def ordered(self, stamp: int, lane: int) -> bool:
         """Return whether an earlier access happened before a lane's next access.
 
-        `stamp` is the stamp of the earlier access. The result also uses what the lane's thread
-        alone knows.
+        `stamp` is the stamp of the earlier access. The result uses what the lane's warp knows, and
+        what the lane's thread knows in addition.
         """
         if super().ordered(stamp, lane):
             return True
@@ -156,7 +157,7 @@ class Knowledge(Waiting):
         return known
 
     def _learn(self, known: np.ndarray) -> None:
-        """Record that the lanes that take part now also know what the row `known` says."""
+        """Add the knowledge in the row `known` to the knowledge of the lanes that take part."""
         tids, whole, others = self._whole_and_others()
         by_warp = self._by_warp(known)
         self.seen[whole] = np.maximum(self.seen[whole], by_warp)
@@ -242,12 +243,12 @@ class Knowledge(Waiting):
     def checked(
         self, check: Callable[..., int], *args: Any, tids: np.ndarray, last: tuple[Any, ...]
     ) -> tuple[int, np.ndarray]:
-        """Call a function of async_checks.py; return its result, and what the threads `tids` know.
+        """Call a check of async_checks.py; return its result, and what the threads `tids` know.
 
         `args` are the arguments of `check` before `known`, and `last` are the arguments after
-        `base`. Stamps that are lower than necessary are faster to compute. The function is
-        therefore first called with such stamps. If it finds an access that is not allowed, it is
-        called again with exact stamps.
+        `base`. The stamps in `known` and `fences` may be lower than necessary, because they are
+        then faster to compute. The check is therefore first called with such stamps. If it finds an
+        access that is not allowed, it is called again with exact stamps.
         """
         known = self.known_by(tids)
         bad = -1
@@ -261,10 +262,10 @@ class Knowledge(Waiting):
         return bad, known
 
     def fences_of(self, known: np.ndarray) -> np.ndarray:
-        """Return, for each thread, the stamp of its last fence below ``known[thread]``; 0 if none.
+        """Return the stamp of each thread's last finished fence, or 0 if there is none.
 
-        `known` is a row of known stamps, as `known_by` returns it: fences with lower stamps are
-        finished.
+        `known` is a row that `known_by` returned. A fence of thread t is finished if its stamp is
+        below known[t].
         """
         found = np.zeros(self.warps * WARP, np.int64)
         for tids, stamp in (fence for fences in self._fences.values() for fence in fences):

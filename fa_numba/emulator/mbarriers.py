@@ -145,7 +145,10 @@ class Mbarriers(Knowledge):
         return MbarrierTile(self.shared_tile(offset, length, "uint64"))
 
     def widen(self, more: int) -> None:
-        """Add columns to what warps, threads and mbarriers know; see `Knowledge.widen`."""
+        """Append columns to all rows of known stamps, also to the rows of mbarriers.
+
+        `Knowledge.widen` explains the columns and `more`.
+        """
         columns = self.seen.shape[1]
         super().widen(more)
         gap = np.zeros(self.seen.shape[1] - columns, np.int64)
@@ -210,9 +213,9 @@ class Mbarriers(Knowledge):
     def usable(self, barrier: Mbarrier, lanes: np.ndarray, by_copies: bool = False) -> None:
         """Raise an error if an mbarrier was not initialised and fenced before some lanes use it.
 
-        `lanes` are the lanes that use the mbarrier. The lane that initialised the mbarrier may
-        arrive and wait without a fence. Copies that this lane starts need the fence, too
-        (`by_copies`).
+        `lanes` are the lanes that use the mbarrier. `by_copies` says whether they use it in copies.
+        The lane that initialised the mbarrier needs no fence in order to arrive or wait, but it
+        needs a fence for copies.
         """
         base, stamp = self.base[0], barrier.fenced
         if stamp is not None and stamp < base:

@@ -44,11 +44,12 @@ class Together(BaseException):
 def operand_places(
     rows: int, panel_rows: int, across: bool, steps: int, column: int
 ) -> tuple[np.ndarray, int, int]:
-    """Return the positions of an operand's elements in shared memory, with the least and greatest.
+    """Return the positions of an operand's elements in shared memory, with minimum and maximum.
 
     The operand has `rows` rows and 16 * `steps` columns. The positions are in a flat array, row by
-    row. They count elements from the last multiple of 1024 bytes that is not after the operand's
-    first element. They follow the addresses of the PTX descriptor, with the 128-byte swizzle.
+    row. A position is a number of elements, counted from the last multiple of 1024 bytes at or
+    before the operand's first element. The positions follow from the PTX descriptor and the
+    128-byte swizzle.
 
     The operand is stored in panels of `panel_rows` rows. If `across` is set, the operand is stored
     transposed: a row of memory then contains one element of each of 64 rows of the operand.

@@ -51,13 +51,13 @@ def _jump() -> np.ndarray:
 
 
 def _bits(state: State) -> np.ndarray:
-    """Return the bits of states as zeros and ones, shape (n, 128)."""
+    """Return the bits of the states of n generators as zeros and ones, shape (n, 128)."""
     words = np.stack(state, axis=1)[:, :, None]
     return (words >> np.arange(WORD, dtype=np.uint64) & np.uint64(1)).reshape(-1, 2 * WORD) * 1.0
 
 
 def _words(bits: np.ndarray) -> State:
-    """Return the states of generators, given their bits as zeros and ones, shape (n, 128)."""
+    """Return the states of n generators from their bits, zeros and ones of shape (n, 128)."""
     words = bits.reshape(-1, 2, WORD).astype(np.uint64) << np.arange(WORD, dtype=np.uint64)
     a, b = np.bitwise_or.reduce(words, axis=2).T
     return a, b

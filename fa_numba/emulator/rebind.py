@@ -47,10 +47,11 @@ def _multiply_add(target: Any, *terms: Any) -> None:
 
 
 def _replacements(original: Any, emulated: Any) -> Iterator[tuple[Any, str]]:
-    """Yield the values of a module that the emulator replaces, and their names.
+    """Yield the values in the module `original` that the emulator replaces, with their names.
 
-    `from ... import` binds such a value to any name, so the values are compared. `emulated` is the
-    emulator's version of the module `original`.
+    `emulated` is the emulator's version of the module. A kernel may bind such a value to another
+    name by ``from ... import ... as ...``. Kernels are therefore searched for the values, not for
+    the names.
     """
     for name in dir(emulated):
         if name in original.__dict__ and not name.startswith("_") and name != "laneid":
@@ -67,7 +68,10 @@ _in_cuda: dict[int, tuple[Any, tuple[str, ...]]] = {}
 
 
 def _note_names(namespace: Any) -> None:
-    """Fill `_in_cuda`. `namespace` is the emulator's `cuda` of any launch."""
+    """Fill the table `_in_cuda` of the objects of `numba.cuda` that the emulator replaces.
+
+    `namespace` is the emulator's `cuda` of any launch.
+    """
     for value, name in _replacements(cuda, namespace):
         _in_cuda[id(value)] = value, (name,)
     for name in ("shared", "local", "const", "atomic", "cg"):  # for `cuda.atomic.add`

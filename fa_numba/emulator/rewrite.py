@@ -90,7 +90,7 @@ def _rewrite(code: CodeType, masked: bool) -> tuple[CodeType, frozenset[str]]:
 
 
 def _place(function: ast.FunctionDef) -> set[str]:
-    """Return all names that a function's syntax tree contains, and add missing line numbers.
+    """Add missing line numbers to a syntax tree, and return all names that the tree contains.
 
     A node without a line number gets the line number of the node that contains it. The resulting
     line numbers equal the numbers of `ast.fix_missing_locations`.
@@ -139,7 +139,7 @@ class _Unsupported(Exception):
 
 
 def _refused(what: str) -> Any:
-    """Return a visitor's method that raises `_Unsupported` with the text `what`."""
+    """Return a method for the visitor that raises `_Unsupported` with the text `what`."""
 
     def visit(self: Any, node: ast.AST) -> ast.AST:
         raise _Unsupported(what)
@@ -299,10 +299,10 @@ class _Function(Expressions):
     def in_turn(self, chain: list[ast.AugAssign]) -> list[ast.stmt]:
         """Return statements for a chain of multiply-adds, such as ``x[0] += a * b``.
 
-        If no multiply-add after the first reads an array, the statement is one call. Otherwise the
-        statements test the class of the updated array at run time. A LocalArray shares no memory
-        with other arrays, and again gets one call. For any other array, the multiply-adds are
-        executed one by one.
+        The chain becomes one call, if the multiply-adds after the first read no array. Otherwise
+        they might read the array that the chain updates. The returned statements then test the
+        class of the updated array at run time. A LocalArray shares no memory with other arrays, so
+        that the chain is one call. For any other array, the multiply-adds are executed one by one.
         """
         if not any(isinstance(x, ast.Subscript) for c in chain[1:] for x in ast.walk(c.value)):
             return self.multiply_adds(chain)

@@ -337,15 +337,16 @@ class SharedArray(Unconverted):
     def _from(self, e: np.ndarray, n: int) -> tuple[np.ndarray, int, int]:
         """Return positions in a form that the compiled loops can use, with an origin and a length.
 
-        Each lane accesses `n` elements from its position in `e` on. There are two cases:
+        Each lane accesses `n` elements from its position in `e` on. The three results are the
+        positions, the element of the buffer from which they count (the origin), and the number of
+        elements from there. There are two cases:
 
-            the array begins at     positions count from         length
-            one element             the beginning of the array   of the array
-            one element per lane    element 0 of the buffer      of the buffer
+            begin of the array in the buffer   origin of the positions    length
+            equal in all lanes                 the begin of the array     of the array
+            different by lane                  element 0 of the buffer    of the buffer
 
-        The second result is the element of the buffer from which the positions count. The array
-        begins at one element per lane if thread blocks that run at the same time have different
-        parts of the buffer.
+        The begin differs by lane if thread blocks that run at the same time have different parts of
+        the buffer.
         """
         if self.first.__class__ is not np.ndarray:
             return e, self.first, self.length

@@ -143,8 +143,8 @@ def returns(statements: Iterable[ast.stmt]) -> bool:
 def assigned_within(statements: Iterable[ast.stmt], within: bool = False) -> set[str]:
     """Return the names that are assigned inside the `if` and loop statements of a list.
 
-    `statements` is the list. Names that it assigns outside of `if` and loops are not in the result,
-    unless `within` is set. Targets of `for` are always in the result.
+    `statements` is the list. Targets of its `for` loops are in the result too. If `within` is set,
+    the result also contains the names that are assigned outside of `if` and loop statements.
     """
     names: set[str] = set()
     for node in statements:

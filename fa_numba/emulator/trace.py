@@ -218,7 +218,10 @@ def _joined(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:
 
 @cache
 def _step_above(file: str, number: int) -> str:
-    """Return the nearest comment at or above a line that names a line of an algorithm, or ""."""
+    """Return the nearest comment at or above a line that names a step of the algorithm.
+
+    An example is "Alg. 1 line 7: load Kj, Vj". Return "" if there is no such comment.
+    """
     for n in range(number, 0, -1):
         found = _STEP.search(linecache.getline(file, n))
         if found:

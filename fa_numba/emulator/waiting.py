@@ -74,8 +74,9 @@ class Waiting(Context):
     def _switch(self) -> None:
         """Return control to run.py until this group is the running group again.
 
-        If the thread block has only this group, the barrier opens if all threads wait at it, and
-        the group continues. Otherwise raise an error, because nothing else can run.
+        If the thread block has only this group, no other group can run. In this case the barrier of
+        the thread block opens if all threads wait at it, and the group continues. Raise an error if
+        they wait for something else.
         """
         group = self.group
         group.mask, group.outer = self.mask, self._outer
@@ -95,7 +96,7 @@ class Waiting(Context):
     def _open_if_all_wait(self) -> bool:
         """Open the thread block's barrier if all its threads wait there.
 
-        Return whether it opened.
+        Return whether the barrier opened.
         """
         groups = self._groups
         first = groups[0].site
@@ -121,8 +122,9 @@ class Waiting(Context):
     def _open_barrier(self, blocks: Any = slice(None)) -> None:
         """Record that the barrier of some thread blocks opens.
 
-        Every earlier access of such a thread block then happened before its later accesses.
-        `blocks` selects the thread blocks among those that run at the same time.
+        Every earlier access of one of these thread blocks then happened before all later accesses
+        of the same thread block. `blocks` selects the thread blocks among the thread blocks that
+        run at the same time.
         """
         self.clock += 1
         now = self.clock * STAMP
@@ -334,8 +336,9 @@ class Waiting(Context):
 
         `named` maps the number of each warp to the barrier at which the warp has arrived.
         `operation` is the name of the called function, and `barrier` its argument, for messages.
-        The lanes of a warp may be in two groups. The group that calls the function last then
-        records the arrival of the warp. In the other group `named` is empty, and the barriers are
+
+        The lanes of a warp may be in two groups. The second of these groups to call the function
+        records the arrival of the warp. In the first group `named` is empty. The barriers are then
         found by the numbers of the group's warps.
         """
         group = self.group

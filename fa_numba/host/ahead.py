@@ -106,6 +106,10 @@ def _pickled(plan: LaunchPlan) -> bytes:
 
 
 def _compile_one(task: tuple[bytes, int, tuple[int, int]]) -> None:
-    """Compile one kernel: a pickled plan, the kernel's number in the plan, and the capability."""
+    """Compile one kernel of a plan for a GPU, and store the kernel on disk.
+
+    ``task`` contains the pickled plan, the number of the kernel in the plan, and the compute
+    capability of the GPU.
+    """
     text, n, capability = task
     pickle.loads(text).launched[n].built(capability)

@@ -45,10 +45,11 @@ def append(
 
 
 def plan_of_append(dtype: str, sizes: tuple[int, ...], page_size: int, aligned: bool, ragged: bool):
-    """Return the plan that appends N rows to each of B sequences.
+    """Return the plan that appends up to N rows to each of B sequences.
 
-    ``sizes`` is (B, Hk, N, head dimension of K, head dimension of V). ``aligned`` says that rows
-    start at 16-byte addresses. ``ragged`` says that each sequence has its own number of new rows.
+    ``sizes`` is (B, Hk, N, head dimension of K, head dimension of V). ``aligned`` says whether rows
+    start at 16-byte addresses. ``ragged`` says whether each sequence has its own number of new
+    rows, given by ``new_lens``. If not, each sequence gets N rows.
     """
     batch, heads, N, *columns = sizes
     kernel = make_append(*columns, dtype, page_size, aligned, ragged)

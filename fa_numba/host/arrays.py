@@ -1,4 +1,7 @@
-"""Arrays of any library as ``Operand`` objects, which kernels can read without a copy; checks."""
+"""Arrays of any library as ``Operand`` objects, which kernels can read without a copy.
+
+The module also checks the arrays that a caller passes.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +43,8 @@ class Operand:
     owner      the caller's array
     empty      function (shape, dtype) that returns a new array on the same device
     writable   whether kernels can write to the array
-    finish     function that converts an array that ``empty`` returned to the type of the library;
-               None unless the library has no writable arrays
+    finish     for libraries without writable arrays (JAX): function that converts an array from
+               ``empty`` to the type of the library. None for all other libraries
     """
 
     name: str
