@@ -2,8 +2,8 @@
 
 Attention of the same rows of Q over two sets of columns gives O_x, L_x and O_y, L_y. Each O is
 divided by its own softmax sum, and L is the logarithm of this sum. The result over both sets is
-computed in float32 (arXiv 2205.14135, Algorithm 1, lines 11 and 12, with the logsumexp in the place
-of m and l):
+computed in float32. The formulas are lines 11 and 12 of Algorithm 1 of arXiv 2205.14135, with L
+instead of m and l:
 
     m = max(L_x, L_y)
     l = e^(L_x - m) + e^(L_y - m)
@@ -11,7 +11,7 @@ of m and l):
     L = m + log l
 
 A row that has seen no column has L = -inf, and its O is ignored. Gradients of q are sums over sets
-of columns, and gradients of k and v are sums over sets of rows. They need no weights
+of columns, and gradients of k and v are sums over sets of rows. They are added without weights
 (``make_add``).
 
 The result may overwrite O_x. Each array can be in 16 bits or float32. A thread computes w = 8
@@ -117,13 +117,13 @@ def make_add(head_dim, x_dtype, y_dtype, aligned):
 
 @cache
 def make_merge_backward(head_dim, dtype, dlse, aligned):
-    """Return the kernel that computes the gradients of a loss with respect to the results of one
-    part.
+    """Return the kernel that computes the gradients of a merge with respect to one part.
 
     The grid is (``row_blocks``, H, B). The part is called Y. Its output is the array Y (O_y in the
     formulas of this module), and its logsumexp is the array LY (L_y). The kernel writes two arrays:
-    dY, the gradient with respect to O_y, and dLY, the gradient with respect to L_y. ``dlse`` says
-    whether the loss has a gradient with respect to the merged L.
+    dY, the gradient of the loss with respect to O_y, and dLY, the gradient with respect to L_y.
+    ``dlse`` says whether the loss depends on the merged L, so that the kernel reads its gradient
+    dL.
     """
     width, T = width_of(head_dim, aligned), row_threads(head_dim, aligned)
     ROWS, weight = THREADS // T, _weight_gradient(dtype, width)
@@ -156,16 +156,18 @@ def make_merge_backward(head_dim, dtype, dlse, aligned):
 
 
 def row_threads(head_dim, aligned):
-    """Return the number of threads that share a row in the kernel of ``make_merge_backward``. It is
-    a power of two.
+    """Return the number of threads that share a row in the kernel of ``make_merge_backward``.
+
+    The number is a power of two.
     """
     pieces = ceil_div(head_dim, width_of(head_dim, aligned))
     return min(32, 1 << (pieces - 1).bit_length())
 
 
 def row_blocks(rows, head_dim, aligned):
-    """Return the number of thread blocks that the kernel of ``make_merge_backward`` needs for
-    ``rows`` rows of a head.
+    """Return the first number of the grid of the kernel of ``make_merge_backward``.
+
+    It is the number of thread blocks for the ``rows`` rows of one head.
     """
     return ceil_div(rows * row_threads(head_dim, aligned), THREADS)
 
@@ -173,14 +175,16 @@ def row_blocks(rows, head_dim, aligned):
 def width_of(head_dim, aligned):
     """Return the number of neighbouring elements that a thread computes: 8 or 1.
 
-    It is 8 if the head dimension is a multiple of 8 and ``aligned`` is true.
+    The number is 8 if the head dimension is a multiple of 8 and rows are ``aligned`` (start at
+    16-byte addresses).
     """
     return WIDE if aligned and head_dim % WIDE == 0 else 1
 
 
 def blocks(rows, head_dim, aligned):
-    """Return the number of thread blocks that the kernels of ``make_merge`` and ``make_add`` need
-    for ``rows`` rows of a head.
+    """Return the first number of the grid of the kernels of ``make_merge`` and ``make_add``.
+
+    It is the number of thread blocks for the ``rows`` rows of one head.
     """
     return ceil_div(rows * (head_dim // width_of(head_dim, aligned)), THREADS)
 
@@ -200,11 +204,10 @@ def _share(f, x):
 
 
 def _add_weighted(x_dtype, y_dtype, out_dtype, width):
-    """Make ``add(O, X, Y, row, col, f, g)``, which computes O = f X + g Y in ``width`` neighbouring
-    elements.
+    """Make ``add(O, X, Y, row, col, f, g)``, which computes O = f X + g Y in one row.
 
-    The elements begin at column ``col`` of a row. A term whose factor is 0 is 0, even if the
-    element is NaN.
+    The function computes ``width`` neighbouring elements from column ``col`` on. A term whose
+    factor is 0 is 0, even if the element is NaN.
     """
     if width == 1:
         read_x, read_y, write = _read_one(x_dtype), _read_one(y_dtype), _write_one(out_dtype)
@@ -235,11 +238,10 @@ def _add_weighted(x_dtype, y_dtype, out_dtype, width):
 
 
 def _weight_gradient(dtype, width):
-    """Make ``weight(dY, dO, O, Y, row, col, P)``, which writes dY = P dO for ``width`` neighbouring
-    elements of a row.
+    """Make ``weight(dY, dO, O, Y, row, col, P)``, which writes dY = P dO in one row.
 
-    The elements begin at column ``col``. The function returns a float: the sum of dO o (Y - O) over
-    these elements.
+    The function writes ``width`` neighbouring elements from column ``col`` on. It returns a float:
+    the sum of dO o (Y - O) over these elements.
     """
     if width == 1:
         read, write = _read_one(dtype), _write_one(dtype)

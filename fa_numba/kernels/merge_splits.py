@@ -1,10 +1,10 @@
 """The kernel that merges the key splits of a row tile (Flash-Decoding; Dao, Haziza, Massa and Sizov
 2023, https://pytorch.org/blog/flash-decoding).
 
-FlashAttention-2's forward pass with ``kv_splits`` is a third loop order: the columns are divided
-among thread blocks too. Split s stores m_s, l_s and O_s of its own columns. O_s is not yet divided
-by l_s. The result of the complete row follows from the step of Algorithm 1 between two column tiles
-(lines 9 and 10):
+In FlashAttention-2's forward pass with ``kv_splits``, several thread blocks share a row tile: each
+computes a part of the columns. Split s stores m_s, l_s and O_s of its own columns. O_s is not yet
+divided by l_s. This kernel combines the splits of a row as Algorithm 1 combines column tiles (lines
+9 and 10):
 
     m = max_s m_s
     l = sum_s e^(m_s - m) l_s
@@ -13,9 +13,9 @@ by l_s. The result of the complete row follows from the step of Algorithm 1 betw
 
 One warp merges a row. If there are many splits, eight warps share a row. The sums have a fixed
 order. A split without a visible column of the row has m_s = -inf and l_s = 0. Its O_s can be NaN if
-V contains NaN, and is ignored. m is in units of log2.
+V contains NaN, and is ignored. The splits store m_s multiplied by log2(e).
 
-Accesses, elements per head:  loads splits (Nq d + 2 Nq), stores Nq d + Nq.
+Accesses, elements per head, for n splits:  loads n (Nq d + 2 Nq), stores Nq d + Nq.
 """
 
 from functools import cache
@@ -42,10 +42,11 @@ FEW_SPLITS = 8
 
 
 class MergeFacts(NamedTuple):
-    """The facts for which the kernel is compiled.
+    """The properties of a call for which the kernel of ``make_merge`` is compiled.
 
     A thread block has eight warps, and ``row_warps`` of them share a row. ``head_dim`` is the
-    number of columns of O. ``tile_heads`` is the number of query heads that share a tile.
+    number of columns of O. ``dtype`` is the dtype of O. ``aligned`` says whether all rows start at
+    16-byte addresses. ``tile_heads`` is the number of query heads that share a row tile.
     """
 
     features: Features
@@ -57,14 +58,17 @@ class MergeFacts(NamedTuple):
 
     @property
     def d_v(self) -> int:
-        """Number of columns of O. The parts need it under the name that a ``Spec`` has for it."""
+        """Number of columns of O. Device functions read it as ``d_v``, like the field of a
+        ``Spec``.
+        """
         return self.head_dim
 
 
 @cache
 def make_merge(facts):
-    """Return the kernel for ``facts``. The grid is (rows / (8 / row_warps), query heads, batch
-    entries).
+    """Return the kernel that merges the key splits of each row.
+
+    The grid is (rows / (8 / row_warps), query heads, batch entries).
     """
     grid, pairs = bind(
         facts, grid_parts, fragments.pairs if DTYPES[facts.dtype].matrix else simt.epilogue

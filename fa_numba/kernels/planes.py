@@ -9,10 +9,11 @@ power of two first, one for each head. The largest element is then from 2^13 to 
 to 2^-16 of the largest element keep 22 bits. The error of smaller elements is at most 2^-38 of the
 largest element. Elements that are inf or NaN are ignored when the largest element is determined.
 
-A warp splits several rows. The array ``M`` contains the largest element that each of WARPS_OF_HEAD
-warps has found.
+A warp splits several rows. Before that, WARPS_OF_HEAD warps search each head for its largest
+element. Each warp stores the largest element that it has found in the array ``M``.
 
-Accesses, elements per head:  loads N d, twice if the planes are scaled; stores N planes columns.
+Accesses, elements per head:  loads N d, twice if the planes are scaled; stores N p c, for p planes
+with c columns each.
 """
 
 from functools import cache
@@ -38,10 +39,12 @@ WARPS_OF_HEAD = 128
 
 
 class PlaneFacts(NamedTuple):
-    """The facts for which the kernels of this module are compiled.
+    """The properties of an array for which the kernels of this module are compiled.
 
-    ``features`` contain the lengths of the rows. ``keys`` says whether the array is K or V. Each
-    plane has ``columns`` columns.
+    ``features`` contain the options about lengths of sequences. ``head_dim`` is the head dimension
+    of the float32 array, and ``columns`` is the number of columns of a plane. ``precision`` names
+    the planes, such as "fp16x3". ``aligned`` says whether all rows start at 16-byte addresses.
+    ``keys`` says whether the number of valid rows is a length of K and V, instead of a length of Q.
     """
 
     features: Features
@@ -54,8 +57,9 @@ class PlaneFacts(NamedTuple):
 
 @part
 def _make_rows_end(facts):
-    """Make ``rows_end(head)``, which returns the number of valid rows of a head: Nk for the arrays
-    K and V, otherwise Nq.
+    """Make ``rows_end(head)``, which returns the number of valid rows of a head.
+
+    The number is Nk for the arrays K and V, otherwise Nq.
     """
     keys = facts.keys
 
@@ -67,11 +71,12 @@ def _make_rows_end(facts):
 
 @part
 def _make_read_rows(facts):
-    """Make ``read_rows(rX, X, row0, rows_end)``, which reads a lane's elements of ROWS rows of X,
-    from row ``row0`` on.
+    """Make ``read_rows(rX, X, row0, rows_end)``, which reads a lane's elements of several rows of
+    X.
 
-    ``rX: (ROWS, ceil(d / 64), 2)`` are registers. Lane l gets pairs of neighbouring elements: pair
-    c consists of the columns 2 l + 64 c and 2 l + 64 c + 1. Rows at or past ``rows_end`` become 0.
+    The rows are ROWS rows from row ``row0`` on. ``rX: (ROWS, ceil(d / 64), 2)`` are registers. Lane
+    l reads pairs of neighbouring elements: pair c consists of the columns 2 l + 64 c and 2 l + 64 c
+    + 1. Rows at or past ``rows_end`` become 0.
     """
     d, PAIRS, aligned = facts.head_dim, ceil_div(facts.head_dim, 64), facts.aligned
     read_floats = make_read_floats(facts)
@@ -98,10 +103,10 @@ def _make_read_rows(facts):
 
 @cache
 def make_largest(facts):
-    """Return the kernel that computes M: for each head, the largest finite |x| that each of
-    WARPS_OF_HEAD warps finds.
+    """Return the kernel that searches each head for its largest finite |x|.
 
-    The grid is (WARPS_OF_HEAD / WARPS, H, B).
+    WARPS_OF_HEAD warps search a head. Each warp stores the largest |x| that it has found in the
+    array M: (B, H, WARPS_OF_HEAD). The grid is (WARPS_OF_HEAD / WARPS, H, B).
     """
     (grid,) = bind(facts, grid_parts)
     RX, STEP = ROWS * 2 * ceil_div(facts.head_dim, 64), ROWS * WARPS_OF_HEAD
@@ -132,10 +137,10 @@ def make_largest(facts):
 
 @cache
 def make_split_rows(facts):
-    """Return the kernel that computes the ``planes`` of X. The grid is (N / (ROWS WARPS), H, B).
+    """Return the kernel that splits X into ``planes``. The grid is (N / (ROWS WARPS), H, B).
 
-    If planes are scaled, the kernel also computes ``power``: for each head, the power of two that
-    undoes the scaling.
+    If planes are scaled, the kernel multiplies X by a power of two first. It then also stores the
+    inverse of this power in ``power``, one number for each head.
     """
     (grid,) = bind(facts, grid_parts)
     precision = PRECISIONS[facts.precision]
@@ -177,12 +182,11 @@ def make_split_rows(facts):
 
 @cache
 def make_row_sums(facts, d_v):
-    """Return the kernel that computes D = rowsum(X o O) - dL and sets A = 0. The grid is (N / 4, H,
-    B).
+    """Return the kernel that computes D = rowsum(dO o O) - dL, and sets the sum A of dQ to 0.
 
-    X is dO in float32. The argument is not called ``dO``, because that is the name of the planes of
-    dO. These are lines 3 and 4 of FlashAttention-2's Algorithm 2. If the loss has no gradient of L,
-    dL is 0. A warp computes one row.
+    The grid is (N / 4, H, B), and a warp computes one row. dO is float32, and is the argument X:
+    the name ``dO`` is taken by the planes of dO. These are lines 3 and 4 of FlashAttention-2's
+    Algorithm 2. If the loss has no gradient of L, dL is 0.
     """
     grid, gradients = bind(facts, grid_parts, gradient_parts)
     d, most = facts.head_dim, max(facts.head_dim, d_v)

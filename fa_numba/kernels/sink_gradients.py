@@ -1,15 +1,15 @@
 """The kernel that computes the gradient of the sinks.
 
 A sink is a logit s per head. The softmax sum of each row includes e^s, but no row of V belongs to
-it. The share of s in a row's sum is e^(s - L). Its dP is 0. From dS = P o (dP - D) follows the
-gradient of s:
+it. The sink's share of a row's sum is e^(s - L), which takes the place of P. Its dP is 0, because
+it has no row of V. With dS = P o (dP - D), the gradient of s is therefore:
 
     ds = - sum e^(s - L) D
 
 The sum is over the rows of a head in all batch entries. D is rowsum(dO o O) minus the gradient of
-L, from line 4 of Algorithm 2. A block computes one head, and the sum has a fixed order.
+L, from line 4 of Algorithm 2. A thread block computes one head, and the sum has a fixed order.
 
-Accesses, elements per head:  loads 2 Nq. One element is stored for all batch entries.
+Accesses, elements per head:  loads 2 Nq for each batch entry; stores 1 for all batch entries.
 """
 
 from functools import cache

@@ -1,7 +1,7 @@
 """FlashAttention-1, backward: K/V outer, Q inner (arXiv 2205.14135, Algorithm 4), on tensor cores.
 
-One thread block runs both loops of one (batch entry, K/V head). Each pass computes D again. dQ is
-in global memory, in float32 (``A``) until the last pass of a row tile. Details: at the end.
+One thread block computes one (batch entry, K/V head): both loops run inside it. Each step of the
+outer loop computes D again, and loads and stores dQ. The end of this file has the details.
 """
 
 from functools import cache
@@ -144,10 +144,10 @@ def make_backward(spec):
 
 
 __doc__ = f"""{__doc__ or ""}
-P is computed again from L = m + log l, which replaces l and m. The warps share a tile as in
-FlashAttention-2's backward pass. With query splits, several blocks share a head, and each has its
-own rows of Q. They add dK and dV in float32 atomically, in no fixed order, and a separate kernel
-rounds the sums.
+dQ is stored in the float32 array A until the last step of a row tile rounds it. P is computed again
+from L = m + log l, which replaces l and m. The warps share a tile as in FlashAttention-2's backward
+pass. With query splits, several thread blocks share a head, and each has its own rows of Q. They
+add dK and dV in float32 atomically, in no fixed order, and a separate kernel rounds the sums.
 
 Shared memory, 16-bit elements:  2 (3 Br + Bc) d + U Bc (Br + 8) + 8 Br
     U = 1 up to d = 64, else 2; d is rounded up to a multiple of 16 U

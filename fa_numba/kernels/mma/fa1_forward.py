@@ -1,9 +1,9 @@
 """FlashAttention-1, forward: K/V outer, Q inner (arXiv 2205.14135, Algorithm 1), on tensor cores.
 
-One thread block computes one (batch entry, head): both loops run inside it. O, l and m pass through
-global memory in every pass over K/V, and every pass normalises O. O is in float32 (``A``) until the
-last pass of a row tile rounds it, as in the released code. Query splits are those of unit "simt".
-Units of m, warps, shared memory and accesses: at the end of this file.
+One thread block computes one (batch entry, head): both loops run inside it. Each step of the outer
+loop loads O, l and m from global memory, normalises O, and stores O, l and m. O is stored in the
+float32 array ``A`` until the last step of a row tile rounds it. With query splits, several thread
+blocks share a head. The end of this file explains warps, shared memory and accesses.
 """
 
 from functools import cache
@@ -96,7 +96,8 @@ def make_forward(spec):
 
 
 __doc__ = f"""{__doc__ or ""}
-m is in units of log2. ``warp_partition`` says what the warps of a block divide:
+Scores and m are multiplied by log2(e), so that exponentials are powers of 2.
+``warp_partition`` says what the warps of a thread block divide:
 
     rows    a warp computes 32 or 16 rows of a tile, and all columns
     keys    a warp computes all rows, and its share of the columns, as in the released code

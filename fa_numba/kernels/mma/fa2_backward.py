@@ -1,8 +1,8 @@
-"""FlashAttention-2, backward: K/V grid, Q inner (arXiv 2307.08691, Algorithm 2), on tensor cores.
+"""FlashAttention-2, backward: K/V outer, Q inner (arXiv 2307.08691, Algorithm 2), on tensor cores.
 
 One thread block computes one column tile: the outer loop (line 5) becomes the grid. dK and dV stay
-in registers. P is computed again from L. Blocks add dQ to a float32 sum ``A`` atomically, in no
-fixed order. A later kernel rounds A. Or a second kernel computes dQ. Details: at the end.
+in registers. P is computed again from L. Thread blocks add dQ to a float32 array ``A`` by atomic
+adds, or a second kernel computes dQ in a fixed order. The end of this file has the details.
 """
 
 from functools import cache
@@ -16,7 +16,7 @@ from fa_numba.parts.records import Tile
 
 @cache
 def make_backward(spec, atomic=True):
-    """Return the kernel. The grid is (Tc, Hk, B). ``atomic`` says whether it adds dQ to A."""
+    """Return the kernel (grid: Tc, K/V heads, B). If ``atomic``, it adds to A, the sum of dQ."""
     grid, visits, load = bind(spec, mma.grid, mma.visits, mma.load)
     row_tiles, products, scores = bind(spec, mma.row_tiles, mma.products, mma.scores)
     softmax, gradients = bind(spec, mma.softmax, mma.gradients)
@@ -121,12 +121,12 @@ def make_backward(spec, atomic=True):
 
 @cache
 def make_query_gradients(spec):
-    """Return the kernel that computes dQ without atomic adds. The grid is (Tr, query heads, batch
-    entries).
+    """Return the kernel that computes dQ without atomic adds, in a fixed order.
 
-    Q is the outer loop. The kernel computes S, P, dP and dS once more. It adds up each row tile of
-    dQ in one order, and writes the tile once. ``spec`` is the spec of a forward kernel: each warp
-    computes rows of S, and dS in registers is the left operand of dS K.
+    The grid is (Tr, query heads, batch entries), and Q is the outer loop. The kernel computes S, P,
+    dP and dS again. A thread block adds up one row tile of dQ, and stores the tile once. ``spec``
+    is the spec of a forward kernel: each warp computes rows of S, and dS in registers is the left
+    operand of the product dS K.
     """
     grid, visits, load = bind(spec, mma.grid, mma.visits, mma.load)
     products, scores, softmax = bind(spec, mma.products, mma.scores, mma.softmax)
@@ -193,6 +193,9 @@ def make_query_gradients(spec):
 
 
 __doc__ = f"""{__doc__ or ""}
+The order of the atomic adds to A is not fixed. A later kernel multiplies A by the scale and rounds
+the result to dQ.
+
 A warp computes 16 or 32 columns and all rows of S. S is transposed in registers, so that PT and
 dST are operands without a change of layout. Only dST passes through shared memory, for dQ. Above d
 = 64, two warps share their columns. Each computes half of the rows of S, and half of the columns of

@@ -1,9 +1,9 @@
 """FlashAttention-2, forward: Q outer, K/V inner (arXiv 2307.08691, Algorithm 1), on tensor cores.
 
 One thread block computes one row tile Qi: the outer loop (line 3) becomes the grid. Row tiles with
-many columns come first, so that the last blocks are short. A warp computes 32 or 16 rows and all
+many columns come first, so that short thread blocks run last. A warp computes 32 or 16 rows and all
 columns. S, P, O, m and l stay in registers. O is normalised once, and one logsumexp per row is
-stored. Units of m, stages, shared memory and accesses: at the end of this file.
+stored. The end of this file explains stages, shared memory and accesses.
 """
 
 from functools import cache
@@ -18,8 +18,8 @@ from fa_numba.parts.records import Tile
 
 @cache
 def make_forward(spec):
-    """Return the kernel for ``spec``. The grid is (Tr, query heads, batch entries). S key splits
-    make the first number Tr S. If heads share a tile, the second number counts groups of heads.
+    """Return the kernel for ``spec``. The grid is (Tr, query heads, batch entries). With n key
+    splits, Tr becomes n Tr. If heads share row tiles, the second number counts groups of heads.
     """
     grid, visits, load = bind(spec, mma.grid, mma.visits, mma.load)
     products, scores, softmax = bind(spec, mma.products, mma.scores, mma.softmax)
@@ -99,11 +99,12 @@ def make_forward(spec):
 
 
 __doc__ = f"""{__doc__ or ""}
-m is in units of log2. ``stages`` is the number of tiles of K and of V in shared memory:
+Scores and m are multiplied by log2(e), so that exponentials are powers of 2.
+``stages`` is the number of tiles of K and of V in shared memory:
 
-    stages    what is loaded while other tiles are computed
+    stages    what is loaded while the kernel computes with Kj and Vj
     1         Vj during Sij = Qi KjT, and Kj+1 during the softmax and Pij Vj
-    2         Kj+1 and Vj+1 during all of these; one barrier less, and more shared memory
+    2         Kj+1 and Vj+1 during the complete step j; one barrier less, and more shared memory
 
 Shared memory, 16-bit elements:  (Br + 2 stages Bc) d
     in bytes at the default tiles:  49152 (d=64, 128 x 128), 65536 (d=128, 128 x 64), 98304
@@ -114,7 +115,7 @@ Accesses, elements per head:
     loads   Nq d + 2 Tr Nk d
     stores  Nq d + Nq
 
-With a causal mask, a block loads only the K/V tiles that its row tile sees. With S key splits, Q is
-loaded S times. The kernel then stores S (Nq d + 2 Nq) elements for ``merge_splits``, in place of O
+With a causal mask, a block loads only the K/V tiles that its row tile sees. With n key splits, Q is
+loaded n times. The kernel then stores n (Nq d + 2 Nq) elements for ``merge_splits``, in place of O
 and L.
 """

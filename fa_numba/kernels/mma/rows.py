@@ -34,11 +34,11 @@ THREADS = 32 * WARPS
 
 @cache
 def make_row_sums(head_dim, d_v, dtype, aligned, clear, features):
-    """Return the kernel that computes D = rowsum(dO o O) - dL. The grid is (Nq / 4, query heads,
-    B).
+    """Return the kernel that computes D = rowsum(dO o O) - dL (line 4 of Algorithm 2).
 
-    This is line 4 of Algorithm 2. If the loss has no gradient of L, dL is 0. If ``clear`` is true,
-    the kernel also sets A = 0 (line 3). A warp computes one row.
+    The grid is (Nq / 4, query heads, B), and a warp computes one row. If the loss has no gradient
+    of L, dL is 0. If ``clear`` is true, the kernel also sets the float32 sum of dQ to 0: A = 0
+    (line 3).
     """
     facts = RowFacts(features, d_v, dtype, aligned)
     grid, pairs, gradients = bind(facts, mma.grid, mma.pairs, mma.gradients)
@@ -75,11 +75,11 @@ def make_row_sums(head_dim, d_v, dtype, aligned, clear, features):
 
 @cache
 def make_round_rows(head_dim, dtype, aligned, splits=1, precision=""):
-    """Return the kernel that rounds a float32 sum: dQ = scale A. The grid is (N / 4, H, B).
+    """Return the kernel that rounds a float32 sum A: dQ = scale A. The grid is (N / 4, H, B).
 
-    The result can also be dK or dV. It is in 16 bits. With a ``precision``, it is in float32. A
-    warp computes one row. If ``splits`` is above 1, the sum consists of ``splits`` parts, which are
-    neighbours along the axis of heads of A. The kernel first adds the parts, in the order of their
+    The result is dQ, dK or dV. It is in 16 bits, or in float32 if ``precision`` names a precision
+    with planes. A warp computes one row. If ``splits`` is above 1, A contains this number of parts
+    of each sum, as neighbouring heads. The kernel first adds the parts, in the order of their
     numbers.
     """
     facts = RowFacts(replace(PLAIN, precision=precision), head_dim, dtype, aligned)
@@ -112,11 +112,10 @@ def make_round_rows(head_dim, dtype, aligned, splits=1, precision=""):
 
 
 def rows_of_sums(head_dim):
-    """Return two numbers for the kernel of ``make_group_row_sums``: how many lanes share a row, and
-    how many rows a block has.
+    """Return how many lanes share a row, and how many rows a thread block computes.
 
-    A lane reads 8 elements of a row of O and of dO. The number of rows is a multiple of 16, the
-    rows of a fragment.
+    Both numbers are for the kernel of ``make_group_row_sums``. A lane reads 8 elements of a row of
+    O and of dO. The number of rows is a multiple of 16, the rows of a fragment.
     """
     lanes = 1
     while 8 * lanes < head_dim:
@@ -126,12 +125,12 @@ def rows_of_sums(head_dim):
 
 @cache
 def make_group_row_sums(head_dim, dtype, features):
-    """Return the kernel that computes D = rowsum(dO o O) - dL and sets A = 0, for an A in
-    fragments.
+    """Return the kernel that computes D = rowsum(dO o O) - dL, and sets the float32 sum A of dQ to
+    0.
 
-    These are lines 3 and 4 of Algorithm 2. The grid is (Nq / rows, query heads, B), where
-    ``rows_of_sums`` returns rows. If the loss has no gradient of L, dL is 0. Each thread reads O
-    and dO, and writes A, in pieces of 16 bytes.
+    A is stored in fragments, as this module describes. These are lines 3 and 4 of Algorithm 2. The
+    grid is (Nq / n, query heads, B) for n rows per thread block (``rows_of_sums``). If the loss has
+    no gradient of L, dL is 0. Each thread reads O and dO, and writes A, in pieces of 16 bytes.
     """
     (grid, gradients) = bind(RowFacts(features, head_dim, dtype, True), mma.grid, mma.gradients)
     _, unpack = conversions(dtype)
@@ -192,11 +191,11 @@ def groups_of_rounding(head_dim):
 
 @cache
 def make_round_fragments(head_dim, dtype):
-    """Return the kernel that rounds a float32 sum in fragments to 16 bits: dQ = scale A.
+    """Return the kernel that rounds the float32 sum A of dQ to 16 bits: dQ = scale A.
 
-    The grid is (groups of 16 rows / ``groups_of_rounding``, H, B). A thread rounds 8 columns of two
-    rows, which are 8 rows apart. In A, these elements are 64 neighbouring bytes. The thread writes
-    16 bytes at a time.
+    A is stored in fragments, as this module describes. The grid is (groups of 16 rows /
+    ``groups_of_rounding``, H, B). A thread rounds 8 columns of two rows, which are 8 rows apart. In
+    A, these elements are 64 neighbouring bytes. The thread writes 16 bytes at a time.
     """
     pack, _ = conversions(dtype)
     arrays = array_type(4), result_type(1, 4)

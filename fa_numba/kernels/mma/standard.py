@@ -5,9 +5,9 @@ The three kernels use the tiles and products of the FlashAttention kernels. S an
 as Q, K and V are. Sums and the softmax are in float32. P overwrites S in the same memory, whose
 rows start at 16-byte addresses. No tile is skipped: hidden elements become -inf.
 
-Shared memory, 16-bit elements, with step = 64 for Bc a multiple of 64:
+Shared memory, 16-bit elements:
     scores   (Br + Bc) d + Br Bc
-    output   2 (Br step + step d)
+    output   2 (Br step + step d), where step = 64 if Bc is a multiple of 64
     in bytes at the default tiles, 128 x 64:  40960 and 49152 (d=64), 65536 and 65536 (d=128)
 Accesses, elements per head:
     scores   loads Nq d + Tr Nk d, stores Nq Nk
@@ -36,12 +36,11 @@ MAX_WARPS = 8
 
 @cache
 def make_standard_scores(spec, slopes=False):
-    """Return the kernel that computes S = scale Q KT, masked (line 1). The grid is (Tr, query
-    heads, B).
+    """Return the kernel that computes S = scale Q KT with masks (line 1).
 
-    If ``slopes`` is true, the kernel does something else: it multiplies the array S, which then
-    contains dS, by the derivatives of the scores. These are the derivatives of a cap and of
-    ``score_mod``.
+    The grid is (Tr, query heads, B). If ``slopes`` is true, the kernel computes something else: it
+    reads dS from the array S, multiplies dS by the derivatives of a softcap and of ``score_mod``,
+    and stores it in S.
     """
     grid, load, products = bind(spec, mma.grid, mma.load, mma.products)
     scores, epilogue = bind(spec, mma.scores, mma.epilogue)
@@ -101,13 +100,13 @@ def make_standard_scores(spec, slopes=False):
 
 @cache
 def make_standard_softmax(row_halves, warps, return_lse, features, dtype):
-    """Return the kernel that computes P = softmax(S) by rows (line 2). The grid is (Nq, query
-    heads, B).
+    """Return the kernel that computes P = softmax(S) by rows (line 2).
 
-    If the call has dropout, the kernel also drops elements of P. It keeps a row of up to
-    ``row_halves`` elements in shared memory. If ``row_halves`` is 0, it reads the row from global
-    memory twice. A block has ``warps`` warps. Each thread computes m and l of an online softmax
-    over its own chunks of eight columns. The m and l of all threads are then merged.
+    The grid is (Nq, query heads, B). If the call has dropout, the kernel also drops elements of P.
+    The kernel keeps a row of up to ``row_halves`` elements in shared memory. If ``row_halves`` is
+    0, it reads the row from global memory twice. A thread block has ``warps`` warps. Each thread
+    computes m and l of an online softmax over its own chunks of eight columns. The m and l of all
+    threads are then merged.
     """
     resident = row_halves > 0
     NR = max(row_halves, 8)
@@ -185,8 +184,9 @@ def make_standard_softmax(row_halves, warps, return_lse, features, dtype):
 
 @cache
 def make_standard_output(spec):
-    """Return the kernel that computes O = P V (line 3). The grid is (Tr, query heads, batch
-    entries).
+    """Return the kernel that computes O = P V (line 3).
+
+    The grid is (Tr, query heads, batch entries).
     """
     grid, load, products = bind(spec, mma.grid, mma.load, mma.products)
     (epilogue,) = bind(spec, mma.epilogue)

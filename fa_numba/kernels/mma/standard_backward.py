@@ -1,16 +1,16 @@
 """Standard attention, backward (Algorithm 3 of arXiv 2205.14135), on tensor cores.
 
-The forward kernels compute P again and store it in global memory. The kernels of this file read P
-back. dS overwrites dP. P, dP and dS are in 16 bits, as the gradients are. Sums are in float32.
+The forward kernels compute P again and store it in global memory. The kernels of this file load P.
+dS overwrites dP. P, dP, dS and the gradients are in 16 bits. Sums are in float32.
 
 Accesses, elements per head, in addition to those of scores and softmax:
     dV = PT dO   loads Nq Nk + Tc Nq d, stores Nk d          (line 1)
     dP = dO VT   loads Nq d + Tr Nk d, stores Nq Nk          (line 2, the scores kernel)
     dS           loads 2 Nq Nk, stores Nq Nk                 (line 3)
     dQ = dS K    loads Nq Nk + Tr Nk d, stores Nq d          (line 4, the output kernel)
-    dK = dST Q   as dV                                       (line 5)
+    dK = dST Q   loads Nq Nk + Tc Nq d, stores Nk d          (line 5, the kernel of dV)
 
-dS loads twice as much if a row does not fit into shared memory.
+The kernel of dS loads its arrays twice if their rows do not fit into shared memory.
 """
 
 from functools import cache
@@ -31,10 +31,10 @@ from fa_numba.parts.namespace import RowFacts
 
 @cache
 def make_standard_transposed_output(spec):
-    """Return the kernel that computes dV = PT dO, or dK = dST Q. The grid is (Tc, K/V heads, B).
+    """Return the kernel that computes dV = PT dO, or dK = dST Q.
 
-    The kernel adds up the products of all query heads that share a K/V head. ``spec`` describes the
-    transposed tile: a row of the spec is a column of P.
+    The grid is (Tc, K/V heads, B). The kernel adds up the products of all query heads that share a
+    K/V head. ``spec`` describes the transposed tile: a row of the spec is a column of P.
     """
     grid, load, products = bind(spec, mma.grid, mma.load, mma.products)
     (epilogue,) = bind(spec, mma.epilogue)
@@ -97,12 +97,13 @@ def make_standard_transposed_output(spec):
 def make_standard_score_gradients(row_halves, warps, features, dtype):
     """Return the kernel that replaces dP by dS = scale P o (dP - rowsum(P o dP) + dL).
 
-    The grid is (Nq, query heads, batch entries). If the call wants ``dbias``, dS / scale is also
-    added to it. With dropout, the kernel also prepares P for the computation of dV: dropped
-    elements become 0, and kept elements are multiplied by 1 / (1 - dropout_p).
+    The grid is (Nq, query heads, batch entries). If the call computes ``dbias``, the kernel also
+    adds dS / scale to ``dbias``. With dropout, the kernel also prepares P for the computation of
+    dV: dropped elements become 0, and kept elements are multiplied by 1 / (1 - dropout_p).
 
-    A block has ``warps`` warps. The kernel keeps a row of P and a row of dP of up to ``row_halves``
-    elements in shared memory. If ``row_halves`` is 0, it reads the rows from global memory twice.
+    A thread block has ``warps`` warps. The kernel keeps a row of P and a row of dP of up to
+    ``row_halves`` elements in shared memory. If ``row_halves`` is 0, it reads the rows from global
+    memory twice.
     """
     resident = row_halves > 0
     NR = max(row_halves, 8)

@@ -1,11 +1,12 @@
-"""Kernels that copy rows: new keys and values to pages of a cache, and queries of a batch to one
-sequence.
+"""Kernels that copy rows of keys, values or queries.
 
-A thread copies 16 bytes of a row, or one element if rows do not start at 16-byte addresses. In the
-first kernel, row i of the new keys and values becomes row ``kv_lens[b]`` + i of sequence b. The
-block table says where this row is stored.
+The kernel of ``make_append`` copies new keys and values to the pages of a cache. Row i of the new
+keys and values becomes row ``kv_lens[b]`` + i of sequence b. The block table says where this row is
+stored. The kernel of ``make_gather`` copies the queries of a batch to one sequence.
 
-Accesses of the first kernel, elements per K/V head: N d loads and N d stores for N new rows of K,
+A thread copies 16 bytes of a row, or one element if rows do not start at 16-byte addresses.
+
+Accesses of ``make_append``, elements per K/V head: N d loads and N d stores for N new rows of K,
 and for V the same numbers with V's head dimension.
 """
 
@@ -24,12 +25,11 @@ THREADS = 128
 
 @cache
 def make_append(head_dim, d_v, dtype, page_size, aligned, ragged):
-    """Return the kernel that appends new keys and values to the pages of a cache. The grid is
-    (``blocks``, K/V heads, batch entries).
+    """Return the kernel that appends new keys and values to the pages of a cache.
 
-    ``blocks`` is computed for the larger one of the head dimensions of K and V. If ``ragged`` is
-    true, sequence b has ``new_lens[b]`` new rows. Otherwise every row of the new arrays is
-    appended.
+    The grid is (``blocks``, K/V heads, batch entries), where ``blocks`` is computed for the larger
+    one of the head dimensions of K and V. If ``ragged`` is true, sequence b has ``new_lens[b]`` new
+    rows. Otherwise every row of the new arrays is appended.
     """
     width, most = DTYPES[dtype].chunk if aligned else 1, max(head_dim, d_v)
     pieces, copy, matrix = most // width, _copy(dtype, aligned), _matrix(dtype)
@@ -60,13 +60,13 @@ def make_append(head_dim, d_v, dtype, page_size, aligned, ragged):
 
 @cache
 def make_gather(head_dim, dtype, aligned, features=PLAIN):
-    """Return the kernel that copies the rows of all batch entries into one sequence. The rows of
-    one entry come after the rows of the entry before.
+    """Return the kernel that copies the rows of all batch entries into one sequence.
 
-    The copy is from X: (B, H, N, d) to ``rows``: (1, H, B N, d). The grid is (``blocks``, H, B). If
-    ``features`` include ``q_lens``, rows past the valid length of an entry are not copied.
+    The rows of one batch entry follow the rows of the previous batch entry. The copy is from X: (B,
+    H, N, d) to ``rows``: (1, H, B N, d). The grid is (``blocks``, H, B). If ``features`` include
+    ``q_lens``, rows past the valid length of a batch entry are not copied.
 
-    Accesses, elements per head:  N d loads and N d stores of valid rows.
+    Accesses, elements per head:  N d loads and N d stores, for N valid rows.
     """
     width = DTYPES[dtype].chunk if aligned else 1
     pieces, copy, matrix = head_dim // width, _copy(dtype, aligned), _matrix(dtype)
@@ -95,11 +95,10 @@ def _matrix(dtype):
 
 @cache
 def _copy(dtype, aligned):
-    """Make ``copy(to, row, source, i, col)``, which copies 16 bytes of row i of ``source`` to row
-    ``row`` of ``to``.
+    """Make ``copy(to, row, source, i, col)``, which copies 16 bytes of a row.
 
-    The bytes begin at column ``col`` in both rows. If ``aligned`` is false, the function copies
-    only one element.
+    The bytes are copied from row i of ``source`` to row ``row`` of ``to``, and begin at column
+    ``col`` in both rows. If ``aligned`` is false, the function copies only one element.
     """
     halves = DTYPES[dtype].bytes == 2
 

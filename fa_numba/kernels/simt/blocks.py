@@ -1,9 +1,12 @@
-"""Kernels that find which blocks of S a ``mask_mod`` leaves empty, full or mixed, and list the
-visited blocks.
+"""Kernels that find the states of the blocks of S under a ``mask_mod``, and list the visited
+blocks.
 
-In the first kernel, a thread block evaluates one block of S. Each thread evaluates every 256th
-element, and the thread block counts how many elements are visible. In the second kernel, thread n
-makes two lists: the visited blocks among those in row n of S's blocks, and among those in column n.
+A block is empty if all its elements are hidden, full if all are visible, and mixed otherwise. In
+the kernel of ``make_blocks``, a thread block evaluates one block of S. Each thread evaluates every
+256th element, and the thread block counts how many elements are visible.
+
+Full and mixed blocks are visited. In the kernel of ``make_lists``, thread n makes two lists: the
+visited blocks in row n of blocks, and the visited blocks in column n of blocks.
 """
 
 from functools import cache
@@ -22,10 +25,9 @@ LISTING = 32  # threads of a block in the second kernel
 
 @cache
 def make_blocks(features, Br, Bc):
-    """Return the kernel that finds the state (empty, full or mixed) of each block of Br x Bc
-    elements of S.
+    """Return the kernel that finds the state (empty, full or mixed) of each block of S.
 
-    The grid is (Tr Tc, H, B).
+    A block has Br x Bc elements. The grid is (Tr Tc, H, B).
     """
     mask_mod = called(features.mask_mod.value)
     elements = Br * Bc
@@ -62,11 +64,13 @@ def make_blocks(features, Br, Bc):
 
 @cache
 def make_lists():
-    """Return the kernel that lists the visited blocks. The grid is (max(Tr, Tc) / LISTING, H, B).
+    """Return the kernel that lists the visited blocks.
 
     ``next_column[b, h, i, j]`` becomes the number of the first visited block from j on in row i of
     blocks, or Tc if there is none. ``next_row[b, h, j, i]`` becomes the number of the first visited
     block from i on in column j of blocks, or Tr if there is none.
+
+    The grid is (max(Tr, Tc) / LISTING, H, B). A thread block has LISTING threads.
     """
     states, numbers = array_type(4, types.uint8), array_type(4, types.int32)
 

@@ -1,9 +1,9 @@
 """FlashAttention-1, backward: K/V outer, Q inner (arXiv 2205.14135, Algorithm 4), on CUDA cores.
 
 One thread block computes one (batch entry, K/V head): both loops run inside it. P is computed again
-from the saved L = m + log l, which replaces l and m as in the released code. Every pass over K/V
-computes D again, and moves dQ through global memory. Query splits, memory and accesses: at the end
-of this file.
+from the saved L = m + log l, which replaces l and m as in the released code. Each step of the outer
+loop computes D again, and loads and stores dQ in global memory. The end of this file explains query
+splits, shared memory and accesses.
 """
 
 from functools import cache

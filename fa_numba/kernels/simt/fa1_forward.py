@@ -1,9 +1,10 @@
 """FlashAttention-1, forward: K/V outer, Q inner (arXiv 2205.14135, Algorithm 1), on CUDA cores.
 
-One thread block computes one (batch entry, head): both loops run inside it. O, l and m pass through
-global memory in every pass over K/V, and every pass normalises O. With ``query_splits``, several
-blocks share a head, as in the released code. Each has its own rows of Q and reads all of K/V. The
-paper has one block. m is in units of log2. Shared memory and accesses: at the end of this file.
+One thread block computes one (batch entry, head): both loops run inside it. Each step of the outer
+loop loads O, l and m from global memory, normalises O, and stores O, l and m. With query splits,
+several thread blocks share a head, as in the released code: each thread block has its own rows of
+Q, and reads all of K and V. The paper has one thread block per head. Scores and m are multiplied by
+log2(e), so that exponentials are powers of 2. Shared memory and accesses are at the end.
 """
 
 from functools import cache

@@ -1,9 +1,9 @@
-"""FlashAttention-2, backward: a grid over K/V blocks, Q inner (arXiv 2307.08691, Algorithm 2), on
-CUDA cores.
+"""FlashAttention-2, backward: K/V outer, Q inner (arXiv 2307.08691, Algorithm 2), on CUDA cores.
 
 One thread block computes one column tile Kj, Vj: the outer loop (line 5) becomes the grid. dK and
-dV stay in registers. P is computed again from L. Blocks add dQ in global memory atomically, in no
-fixed order, or a second kernel computes dQ in one order. Memory and accesses: at the end.
+dV stay in registers. P is computed again from L. Thread blocks add to dQ in global memory by atomic
+adds, in no fixed order. Alternatively, a second kernel computes dQ in a fixed order. The end of
+this file gives shared memory and accesses.
 """
 
 from functools import cache
@@ -115,11 +115,10 @@ def make_backward(spec, atomic=True):
 
 @cache
 def make_query_gradients(spec):
-    """Return the kernel that computes dQ without atomic adds. The grid is (Tr, query heads, batch
-    entries).
+    """Return the kernel that computes dQ without atomic adds, in a fixed order.
 
-    Q is the outer loop. The kernel computes S, P, dP and dS once more. It adds up each row tile of
-    dQ in one order, and writes the tile once.
+    The grid is (Tr, query heads, batch entries), and Q is the outer loop. The kernel computes S, P,
+    dP and dS again. A thread block adds up one row tile of dQ, and stores the tile once.
     """
     grid, visits, load = bind(spec, simt.grid, simt.visits, simt.load)
     products, scores, softmax = bind(spec, simt.products, simt.scores, simt.softmax)

@@ -1,9 +1,10 @@
 """FlashAttention-2, forward: Q outer, K/V inner (arXiv 2307.08691, Algorithm 1), on CUDA cores.
 
 One thread block computes one row tile Qi: the outer loop (line 3) becomes the grid. Row tiles with
-many columns come first, so that the last blocks are short. O, m and l stay in registers from the
-first K/V tile to the last. O is normalised once, and one logsumexp per row is stored. m is in units
-of log2. Shared memory and accesses: at the end of this file.
+many columns come first, so that short thread blocks run last. O, m and l stay in registers from the
+first K/V tile to the last. O is normalised once, and one logsumexp per row is stored. Scores and m
+are multiplied by log2(e), so that exponentials are powers of 2. The end of this file gives shared
+memory and accesses.
 """
 
 from functools import cache
@@ -17,8 +18,8 @@ from fa_numba.parts.records import Tile
 
 @cache
 def make_forward(spec):
-    """Return the kernel for ``spec``. The grid is (Tr, query heads, batch entries). S key splits
-    make the first number Tr S.
+    """Return the kernel for ``spec``. The grid is (Tr, query heads, batch entries). With n key
+    splits, it is (n Tr, query heads, batch entries).
     """
     grid, visits, load = bind(spec, simt.grid, simt.visits, simt.load)
     products, scores, softmax = bind(spec, simt.products, simt.scores, simt.softmax)
@@ -101,7 +102,7 @@ Accesses, elements per head:
     loads   Nq d + 2 Tr Nk d
     stores  Nq d + Nq
 
-With a causal mask, a block loads only the K/V tiles that its row tile sees. With S key splits, Q is
-loaded S times. The kernel then stores S (Nq d + 2 Nq) elements for ``merge_splits``, in place of O
+With a causal mask, a block loads only the K/V tiles that its row tile sees. With n key splits, Q is
+loaded n times. The kernel then stores n (Nq d + 2 Nq) elements for ``merge_splits``, in place of O
 and L.
 """

@@ -13,11 +13,10 @@ WARPS = 4
 
 @cache
 def make_row_sums(head_dim, d_v, clear, features):
-    """Return the kernel that computes D = rowsum(dO o O) - dL. The grid is (Nq / 4, query heads,
-    B).
+    """Return the kernel that computes D = rowsum(dO o O) - dL (line 4 of Algorithm 2).
 
-    This is line 4 of Algorithm 2. If the loss has no gradient of L, dL is 0. If ``clear`` is true,
-    the kernel also sets dQ = 0 (line 3). A warp computes one row.
+    The grid is (Nq / 4, query heads, B), and a warp computes one row. If the loss has no gradient
+    of L, dL is 0. If ``clear`` is true, the kernel also sets dQ = 0 (line 3).
     """
     grid, gradients = bind(RowFacts(features), simt.grid, simt.gradients)
 

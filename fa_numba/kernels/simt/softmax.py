@@ -13,8 +13,8 @@ Accesses, elements per vector:
 Results for special elements:
     x = -inf                       y is 0, also if all elements are -inf
     x = NaN                        all y are NaN
-    x = inf                        all y are NaN, but see the next line for the naive algorithm
-    x > 88.7, naive                e^x is inf: y is NaN there and 0 elsewhere
+    x = inf, safe and online       all y are NaN
+    x > 88.7, naive                e^x is inf: y is NaN for this element and 0 for the others
     all x < -87.3, naive           d is 0 and all y are 0
 """
 
@@ -45,8 +45,8 @@ def exp(x):
 def load(rx, x, j, V):
     """Load the elements j, j + 256, j + 512, ... of x into the registers rx.
 
-    There are EACH registers, and V is the number of elements of x. Past the end of x, -inf is
-    loaded.
+    A call loads EACH elements, one for each register. V is the number of elements of x. Past the
+    end of x, -inf is loaded.
     """
     for e in range(EACH):
         at = uint32(j + e * THREADS)
@@ -88,8 +88,9 @@ def sum_of_block(d, s, thread):
 
 @cache
 def make_naive_softmax():
-    """Return the kernel that computes Y = softmax(X) by rows (Algorithm 1). The grid has one block
-    per row.
+    """Return the kernel that computes Y = softmax(X) by rows (Algorithm 1).
+
+    The grid has one thread block per row.
     """
 
     def naive_softmax(X, Y):
@@ -114,8 +115,9 @@ def make_naive_softmax():
 
 @cache
 def make_safe_softmax():
-    """Return the kernel that computes Y = softmax(X) by rows (Algorithm 2). The grid has one block
-    per row.
+    """Return the kernel that computes Y = softmax(X) by rows (Algorithm 2).
+
+    The grid has one thread block per row.
     """
 
     def safe_softmax(X, Y):
@@ -150,8 +152,9 @@ def make_safe_softmax():
 
 @cache
 def make_online_softmax():
-    """Return the kernel that computes Y = softmax(X) by rows (Algorithm 3). The grid has one block
-    per row.
+    """Return the kernel that computes Y = softmax(X) by rows (Algorithm 3).
+
+    The grid has one thread block per row.
     """
 
     def online_softmax(X, Y):
@@ -204,8 +207,9 @@ def write(y, x, m, d, thread, V, rx):
 
 
 def _kernel(function, shared_floats):
-    """Return the ``Kernel`` whose Python function is ``function``, with the arguments X and Y, and
-    with ``shared_floats`` floats of shared memory.
+    """Return the ``Kernel`` whose Python function is ``function``, with the arguments X and Y.
+
+    The kernel has ``shared_floats`` floats of shared memory.
     """
     arguments = (array_type(2), array_type(2))
     return Kernel(function, arguments, THREADS, 4 * shared_floats, min_blocks=8)

@@ -31,12 +31,11 @@ MAX_WARPS = 8
 
 @cache
 def make_standard_scores(spec, slopes=False):
-    """Return the kernel that computes S = scale Q KT, masked (line 1). The grid is (Tr, query
-    heads, B).
+    """Return the kernel that computes S = scale Q KT with masks (line 1).
 
-    If ``slopes`` is true, the kernel does something else: it multiplies the array S, which then
-    contains dS, by the derivatives of the scores. These are the derivatives of a cap and of
-    ``score_mod``.
+    The grid is (Tr, query heads, B). If ``slopes`` is true, the kernel computes something else: it
+    reads dS from the array S, multiplies dS by the derivatives of a softcap and of ``score_mod``,
+    and stores it in S.
     """
     grid, load, products = bind(spec, simt.grid, simt.load, simt.products)
     (scores,) = bind(spec, simt.scores)
@@ -96,13 +95,13 @@ def make_standard_scores(spec, slopes=False):
 
 @cache
 def make_standard_softmax(row_floats, warps, return_lse, features):
-    """Return the kernel that computes P = softmax(S) by rows (line 2). The grid is (Nq, query
-    heads, B).
+    """Return the kernel that computes P = softmax(S) by rows (line 2).
 
-    If the call has dropout, the kernel also drops elements of P. It keeps a row of up to
-    ``row_floats`` elements in shared memory. If ``row_floats`` is 0, it reads the row from global
-    memory twice. A block has ``warps`` warps. Each thread computes m and l of an online softmax
-    over its own columns. The m and l of all threads are then merged.
+    The grid is (Nq, query heads, B). If the call has dropout, the kernel also drops elements of P.
+    The kernel keeps a row of up to ``row_floats`` elements in shared memory. If ``row_floats`` is
+    0, it reads the row from global memory twice. A thread block has ``warps`` warps. Each thread
+    computes m and l of an online softmax over its own columns. The m and l of all threads are then
+    merged.
     """
     resident = row_floats > 0
     NR = max(row_floats, 4)
@@ -163,8 +162,9 @@ def make_standard_softmax(row_floats, warps, return_lse, features):
 
 @cache
 def make_standard_output(spec):
-    """Return the kernel that computes O = P V (line 3). The grid is (Tr, query heads, batch
-    entries).
+    """Return the kernel that computes O = P V (line 3).
+
+    The grid is (Tr, query heads, batch entries).
     """
     grid, load, products = bind(spec, simt.grid, simt.load, simt.products)
     (epilogue,) = bind(spec, simt.epilogue)

@@ -3,9 +3,9 @@ planes.
 
 A thread block has two kinds of warpgroups. One warpgroup (four warps) is the producer: a few of its
 threads let the copy engine load tiles into slots of shared memory. The other warpgroups are
-consumers. Each consumer multiplies 64 rows of S, or for dK and dV 64 columns of S. Producers and
-consumers wait for each other at barriers in shared memory. Each slot has two barriers: one says
-that the slot is full, and the other that it is empty.
+consumers. Each consumer computes 64 rows of S, or 64 columns of S in a kernel that computes dK and
+dV. Producers and consumers wait for each other at barriers in shared memory. Each slot has two
+barriers: one says that the slot is full, and the other that it is empty.
 """
 
 from fa_numba.kernels.mma import rows

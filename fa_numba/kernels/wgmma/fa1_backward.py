@@ -2,14 +2,14 @@
 tensor cores.
 
 One thread block computes one (batch entry, K/V head): both loops run inside it. Its producers load
-Kj and Vj for each pass of the outer loop, and row tiles with their L into two slots in turn. Two
-producer warps compute D of each row tile from dO and O, again in every pass.
+Kj and Vj in each step of the outer loop. In the inner loop, they load row tiles and the L of their
+rows, alternately into two slots. In every step of the outer loop, two producer warps compute D of
+each row tile again, from dO and O.
 
 A consumer warpgroup computes 64 columns of S and all rows of the tile. It keeps its dK and dV in
-registers, and computes P again from L. Only dS passes through shared memory, for dQ. dQ passes
-through global memory in every pass: in float32 (``A``) until the last pass of a row tile rounds it.
-``kernels`` explains the lines in comments. Query splits, shared memory and accesses: at the end of
-this file.
+registers, and computes P again from L. Only dS passes through shared memory, for dQ. Each step of
+the outer loop loads and stores dQ in global memory, in the float32 array ``A`` until the last step
+of a row tile rounds it. The end of this file explains query splits, shared memory and accesses.
 """
 
 from functools import cache

@@ -1,14 +1,15 @@
 """FlashAttention-1, forward: K/V outer, Q inner (arXiv 2205.14135, Algorithm 1), on Hopper's tensor
 cores.
 
-One thread block computes one (batch entry, head): both loops run inside it. O, l and m pass through
-global memory in every pass over K/V, and every pass normalises O. O is in float32 (``A``) until the
-last pass of a row tile rounds it. With planes the output is float32, and O itself is used.
+One thread block computes one (batch entry, head): both loops run inside it. Each step of the outer
+loop loads O, l and m from global memory, normalises O, and stores O, l and m. O is stored in the
+float32 array ``A`` until the last step of a row tile rounds it. With planes, O itself is float32,
+and there is no A.
 
-A consumer warpgroup computes 64 rows of Qi and Oi, and all columns. One producer thread loads the
-rows of one consumer. The consumers share only K and V. A slot of K or V is filled again after all
-consumers have released it. Query splits are those of unit "simt". m is in units of log2. Shared
-memory and accesses: at the end of this file.
+A consumer warpgroup computes 64 rows of Qi and Oi, and all columns. For each consumer, one producer
+thread loads the consumer's rows. The consumers share only K and V: a slot of K or V is filled again
+after all consumers have released it. With query splits, several thread blocks share a head. Scores
+and m are multiplied by log2(e). The end of this file gives shared memory and accesses.
 """
 
 from functools import cache

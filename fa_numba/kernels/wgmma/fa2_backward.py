@@ -1,14 +1,14 @@
-"""FlashAttention-2, backward: K/V grid, Q inner (arXiv 2307.08691, Algorithm 2), on Hopper's tensor
-cores.
+"""FlashAttention-2, backward: K/V outer, Q inner (arXiv 2307.08691, Algorithm 2), on Hopper's
+tensor cores.
 
 One thread block computes one column tile: the outer loop becomes the grid. Its producers load Kj
-and Vj once, and row tiles with their L and D into two slots in turn. A consumer warpgroup computes
-64 columns of S and all rows of the tile. It keeps its dK and dV in registers, and computes P again
-from L. Only dS passes through shared memory, for dQ.
+and Vj once, and row tiles with the L and D of their rows, alternately into two slots. A consumer
+warpgroup computes 64 columns of S and all rows of the tile. It keeps its dK and dV in registers,
+and computes P again from L. Only dS passes through shared memory, for dQ.
 
-The copy engine adds dQ in float32 (``A``) atomically, in no fixed order, and it is rounded later.
-Or a separate kernel with Q outer computes dQ in one order. Lines in comments are as ``kernels``
-explains. Group splits, dropout, shared memory and accesses: at the end of this file.
+The copy engine (TMA) adds dQ to the float32 array ``A`` by atomic adds, and a later kernel rounds
+A. Alternatively, a separate kernel with Q outer computes dQ in a fixed order. The end of this file
+explains group splits, dropout, shared memory and accesses.
 """
 
 from functools import cache
@@ -101,9 +101,9 @@ def make_producers(spec):
 def make_consumer(spec):
     """Return the device function ``consume``, which a consumer warpgroup runs.
 
-    It computes 64 rows of dK and dV. Normally it also computes a part of dQ, which the copy engine
-    adds to A. If the kernel of ``make_query_gradients`` computes dQ, ``consume`` does not compute
-    it.
+    ``consume`` computes 64 rows of dK and dV. Normally it also computes a part of dQ, which the
+    copy engine (TMA) adds to A, the float32 sum of dQ. If the kernel of ``make_query_gradients``
+    computes dQ, ``consume`` computes only dK and dV.
     """
     grid, gradients, pingpong = bind(spec, wgmma.grid, wgmma.gradients, wgmma.pingpong)
     key_tiles, drawing, visits = bind(spec, wgmma.key_tiles, wgmma.drawing, wgmma.visits)
@@ -213,10 +213,10 @@ CONSUMERS = {
 def make_backward(spec, atomic=True):
     """Return the kernel of the variant ``spec.variant``.
 
-    The grid has one thread block for each column tile, or for each share of a column tile
-    (``key_tiles``). The variant says whether this kernel or the kernel of ``make_query_gradients``
-    computes dQ. ``atomic`` says this for the kernels of other units. It is an argument here so that
-    all units have equal arguments, and it is not read.
+    The grid has one thread block for each column tile. With group splits, it has one thread block
+    for each split of a column tile (``key_tiles``). The variant decides whether this kernel or the
+    kernel of ``make_query_gradients`` computes dQ. The argument ``atomic`` is ignored: it exists
+    because the kernels of the other units take it.
     """
     produce, produce_values, produce_drawing = make_producers(spec)
     consume = CONSUMERS[spec.variant.consumer](spec)
@@ -255,13 +255,13 @@ def make_backward(spec, atomic=True):
 
 @cache
 def make_query_gradients(spec):
-    """Return the kernel that computes dQ without atomic adds. The grid is (Tr, query heads, batch
-    entries).
+    """Return the kernel that computes dQ without atomic adds, in a fixed order.
 
-    For packed sequences, Tr counts the row tiles of all sequences. Q is the outer loop. The kernel
-    computes S, P, dP and dS once more. It adds up each row tile of dQ in one order and writes it
-    once. The producer loads Qi and dOi once, and column tiles into slots in turn. A consumer
-    warpgroup computes 64 rows of S and all columns. dS in registers is the left operand of dS K.
+    The grid is (Tr, query heads, batch entries), and Q is the outer loop. For packed sequences, Tr
+    counts the row tiles of all sequences. The kernel computes S, P, dP and dS again. A thread block
+    adds up one row tile of dQ, and stores the tile once. The producer loads Qi and dOi once, and
+    column tiles alternately into slots. A consumer warpgroup computes 64 rows of S and all columns.
+    dS in registers is the left operand of the product dS K.
     """
     grid, visits, load = bind(spec, wgmma.grid, wgmma.visits, wgmma.load)
     pipeline, pingpong, products = bind(spec, wgmma.pipeline, wgmma.pingpong, wgmma.products)
@@ -382,7 +382,7 @@ Shared memory, 16-bit elements:  2 Bc d + 4 Br d + 2 Br Bc + 8 Br
     With dropout, Br Bc / 4 bytes more. If only V's head dimension is above 64, dQ takes 16384
     bytes: a consumer then computes 32 columns of dQ.
 
-Accesses: those of the kernel on unit "mma". TMA loads Q and dO. If S blocks share a column tile,
+Accesses: those of the kernel on unit "mma". TMA loads Q and dO. If n blocks share a column tile,
 each loads Kj and Vj, and stores its parts of dKj and dVj in float32. ``round_rows`` adds the parts
-in one order, with S Nk d loads and Nk d stores for dK, and as many for dV.
+in one order, with n Nk d loads and Nk d stores for dK, and as many for dV.
 """

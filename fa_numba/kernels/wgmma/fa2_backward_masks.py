@@ -1,12 +1,14 @@
 """FlashAttention-2, backward, on Hopper's tensor cores: the consumers of ``fa2_backward`` for calls
-that have no option but a causal mask or a block mask (arXiv 2307.08691, Algorithm 2).
+without options except a causal mask and a block mask (arXiv 2307.08691, Algorithm 2).
 
-The products Sij and dPij begin together, so that dPij is computed during the exponentials. dQi
-needs dSij of both consumers. Each consumer stores its dSij and begins dVj before it waits for the
-other's dSij. dQi moves from registers to shared memory while dKj is computed. Each warp adds its
-part of dQi by one contiguous copy, because the sum of dQ is stored in fragments
-(``kernels.mma.rows``). No product of the next row tile begins before dKj ends. In a trial, the next
-Sij began directly after dKj, and the kernel took 1.2 times as long (tests/data/h200_trials.csv).
+A consumer begins the products Sij and dPij together, so that the tensor cores compute dPij during
+the exponentials. dQi needs dSij of both consumers. Each consumer stores its own dSij, and begins
+dVj before it waits for the dSij of the other consumer. dQi moves from registers to shared memory
+while dKj is computed. Each warp adds its part of dQi by one contiguous copy, because the sum of dQ
+is stored in fragments (``kernels.mma.rows``).
+
+No product of the next row tile begins before dKj ends. In a trial, the next Sij began directly
+after dKj, and the kernel took 1.2 times as long (tests/data/h200_trials.csv).
 """
 
 from functools import cache
@@ -20,7 +22,8 @@ from fa_numba.parts.records import Slot, Tile
 def make_masks_consumer(spec):
     """Return ``consume``, which a consumer warpgroup runs in the kernel of ``fa2_backward``.
 
-    A thread block has one query head, and its column tile is not shared.
+    Each column tile must belong to one query head and one thread block: query heads share no K/V
+    head, and there are no group splits.
     """
     grid, key_tiles, gradients = bind(spec, wgmma.grid, wgmma.key_tiles, wgmma.gradients)
     pingpong, visits = bind(spec, wgmma.pingpong, wgmma.visits)

@@ -1,13 +1,16 @@
 """FlashAttention-2, backward, on Hopper's tensor cores: the consumers of ``fa2_backward`` for
 float32 matrices in two planes of 16 bits (arXiv 2307.08691, Algorithm 2).
 
-A product of float32 matrices consists of three products of planes. Each tile's part of dV, dK and
-dQ has a sum of its own. The consumers add dQ from registers to global memory.
+A product of float32 matrices consists of three products of planes. The products for dV, dK and dQ
+of one tile are summed separately, and then added to the sums over all tiles. The consumers add dQ
+from registers to global memory.
 
 Up to d = 64, a consumer computes 64 rows and 64 columns of S, and the part of dQ that these columns
-give. It multiplies its dS by a power of two of its own. While one consumer splits P or dS, the
-products of the other run. Above d = 64, dK and dV with these sums do not fit into its registers:
-one consumer computes S, P and dV, the other dP, dS and dK. Shared memory and accesses: at the end.
+contribute. Each consumer multiplies its dS by a power of two, which depends on its own dS. While
+one consumer splits P or dS into planes, the tensor cores compute products of the other consumer.
+Above d = 64, dK and dV and the separate sums do not fit into the registers of one consumer. One
+consumer therefore computes S, P and dV, and the other computes dP, dS and dK. Shared memory and
+accesses are at the end.
 """
 
 from functools import cache

@@ -1,11 +1,12 @@
-"""FlashAttention-2, backward: K/V grid, Q inner (arXiv 2307.08691, Algorithm 2), on Hopper's tensor
-cores, for head dimensions above 128. A separate kernel computes dQ (``fa2_backward``).
+"""FlashAttention-2, backward: K/V outer, Q inner (arXiv 2307.08691, Algorithm 2), on Hopper's
+tensor cores, for head dimensions above 128. A separate kernel computes dQ (``fa2_backward``).
 
-dK of 64 columns of S fills the registers of a warpgroup, and so does dV. Both consumer warpgroups
-therefore have the same 64 columns, and all rows of a tile. One computes S, P and dV, and the other
-computes dP, dS and dK. S passes from the first to the second through shared memory in float32. Each
-thread reads what the thread at its own position in the other warpgroup has stored. The producers
-are those of ``fa2_backward``.
+For a tile with 64 columns, dK alone fills the registers of a warpgroup, and dV alone fills them
+too. Both consumer warpgroups therefore compute with the same 64 columns, and all rows of a tile:
+one computes S, P and dV, and the other computes dP, dS and dK. The first warpgroup stores S in
+shared memory in float32, and the second warpgroup reads it. Thread t of the second warpgroup reads
+exactly the elements that thread t of the first warpgroup has stored. The producers are the
+producers of ``fa2_backward``.
 """
 
 from functools import cache

@@ -6,8 +6,8 @@ A persistent thread block computes one work tile after the other. A work tile is
 of the work tile to shared memory. Another loads Kj and Vj; with pages, two threads do this.
 
 A consumer warpgroup computes 64 rows of Qi and all columns. During its softmax, the tensor cores
-compute its P V of the tile before, and products of other consumers. While it writes Oi, the tensor
-cores compute the first S of its next work tile. Details: at the end of this file.
+compute P V of the previous column tile, and products of other consumers. While it writes Oi, they
+compute the first S of its next work tile. The end of this file has the details.
 """
 
 from functools import cache
@@ -23,8 +23,8 @@ from fa_numba.parts.records import Head, Out, Slot, Tile
 
 @cache
 def make_forward(spec):
-    """Return the kernel for ``spec``. The grid has as many thread blocks as the GPU can hold at a
-    time, or one for each work tile.
+    """Return the kernel for ``spec``. Normally the grid has as many thread blocks as the GPU can
+    run at the same time. Without persistent thread blocks, it has one for each work tile.
     """
     grid, load, pipeline = bind(spec, wgmma.grid, wgmma.load, wgmma.pipeline)
     products, scores, softmax = bind(spec, wgmma.products, wgmma.scores, wgmma.softmax)
@@ -189,8 +189,9 @@ def make_forward(spec):
 
 
 __doc__ = f"""{__doc__ or ""}
-S, P, O, m and l stay in registers, with m in units of log2. With planes, the sums for P V of one
-tile are separate from O, and O goes from registers to global memory in float32.
+S, P, O, m and l stay in registers. Scores and m are multiplied by log2(e), so that exponentials are
+powers of 2. With planes, the sums for P V of one tile are separate from O, and O is stored from
+registers to global memory in float32.
 
 Shared memory, 16-bit elements:  (stages of Q) Br d + 2 stages Bc d
     d is rounded up to 64. In bytes at the default tiles:  114688 (d=64, 192 x 128), 196608
@@ -209,6 +210,6 @@ Accesses, elements per head:
 
 With a causal mask, a block loads only the K/V tiles that its row tile sees. If query heads share
 row tiles, because there are few rows of Q, the heads together load 2 Tr Nk d, where Tr counts the
-row tiles of all their rows. With S key splits, Q is loaded S times. The kernel then stores S (Nq d
+row tiles of all their rows. With n key splits, Q is loaded n times. The kernel then stores n (Nq d
 + 2 Nq) elements for ``merge_splits``, in place of O and L.
 """
