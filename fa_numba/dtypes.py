@@ -14,10 +14,11 @@ class DType:
     field    meaning
     name     name of the dtype, such as "float16"
     bytes    size of an element in bytes
-    host     NumPy dtype of the array in kernels: "uint16" for 16-bit floats, because Numba cannot
-             compute with 16-bit floats
+    host     NumPy dtype of the array in kernels: "uint16" for 16-bit floats and "uint8" for 8-bit
+             floats, because Numba cannot compute with such floats
     nan      value of the dtype ``host`` that represents NaN; 0 if no value does
     matrix   PTX name of the dtype in tensor-core instructions, or None
+    scaled   whether an array of the dtype has scales: a number is stored * scale
     """
 
     name: str
@@ -25,6 +26,7 @@ class DType:
     host: str
     nan: float | int
     matrix: str | None = None
+    scaled: bool = False
 
     @property
     def chunk(self) -> int:
@@ -46,8 +48,12 @@ DTYPES = {
         DType("float32", 4, "float32", float("nan")),
         DType("float16", 2, "uint16", 0x7FFF, "f16"),
         DType("bfloat16", 2, "uint16", 0x7FFF, "bf16"),
+        DType("float8_e4m3fn", 1, "uint8", 0x7F, "e4m3", scaled=True),
     )
 }
+E4M3 = DTYPES["float8_e4m3fn"]
+# Names of the dtypes whose arrays have no scales. Every function with arrays q, k and v takes them.
+UNSCALED = tuple(name for name, dtype in DTYPES.items() if not dtype.scaled)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fa_numba import device
 from fa_numba.device import kernel_cache
-from fa_numba.dtypes import DTYPES
+from fa_numba.dtypes import UNSCALED
 from fa_numba.ops import plan
 
 _PACKAGES = (
@@ -70,7 +70,7 @@ def _lines() -> list[tuple[str, str]]:
         ("python", f"{platform.python_version()}, {platform.platform()}, {sys.executable}"),
         ("packages", ", ".join(filter(None, map(_version, _PACKAGES)))),
         ("device", _device()),
-        ("units", ", ".join(f"{dtype} {_unit(dtype)}" for dtype in DTYPES)),
+        ("units", ", ".join(f"{dtype} {_unit(dtype)}" for dtype in UNSCALED)),
         ("cache", _cache()),
     ]
     named = sorted(item for item in os.environ.items() if item[0].startswith(_SETTINGS))

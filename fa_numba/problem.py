@@ -10,7 +10,7 @@ import numpy as np
 
 from fa_numba import checks
 from fa_numba.checks import LAYOUTS, PACKED_AXES, UNBOUNDED
-from fa_numba.dtypes import DTYPES, PRECISIONS
+from fa_numba.dtypes import DTYPES, PRECISIONS, UNSCALED
 from fa_numba.integers import ceil_div
 from fa_numba.mods import PARAMETERS as MODS
 from fa_numba.mods import Mod, as_mod, slope_of
@@ -203,10 +203,10 @@ class Problem:
                 f"heads_k must be a divisor of heads_q, which is {self.heads_q}, got {self.heads_k}"
             )
         if not isinstance(self.dtype, str):
-            names = checks.one_of(map(repr, DTYPES))
+            names = checks.one_of(map(repr, UNSCALED))
             raise TypeError(f"dtype must be a string, {names}, got {self.dtype!r}")
-        if self.dtype not in DTYPES:
-            names = checks.one_of(map(repr, DTYPES))
+        if self.dtype not in UNSCALED:
+            names = checks.one_of(map(repr, UNSCALED))
             raise ValueError(f"dtype must be {names}, got {self.dtype!r}")
         own["precision"] = checks.as_precision(self.precision, tuple(PRECISIONS), self.dtype)
         for name in ("causal", "alibi", "sinks", "packed", "sparse"):

@@ -5,6 +5,7 @@ inline PTX is interpreted by the words of the PTX manual, every register an arra
 import re
 from types import SimpleNamespace
 
+import ml_dtypes
 import numpy as np
 from llvmlite import ir
 from numba.core import types
@@ -206,6 +207,9 @@ class Machine:
         elif name == "mov.b32" and len(several[0]) == 2:
             word = self.get(given[1])
             self.registers.update(zip(several[0], (word & 0xFFFF, word >> 16), strict=True))
+        elif name == "mov.b32" and len(several[1]) == 2:
+            low, high = map(self.get, several[1])
+            self.put(given[0], high << 16 | low)
         elif name in ("mov.b32", "mov.f32"):
             text = given[1]
             x = self.value(int(text[2:], 16)).x if text[:2] == "0f" else self.get(text)
@@ -220,6 +224,14 @@ class Machine:
         elif name in ("cvt.rn.f16x2.f32", "cvt.rn.bf16x2.f32"):
             # "For f16x2: d's upper half is of a, its lower half of b."
             high, low = (to_half(self.get(x), rest[1][:-2]) for x in given[1:])
+            self.put(given[0], high << 16 | low)
+        elif name == "cvt.rn.satfinite.e4m3x2.f32":
+            # "For e4m3x2: d's upper 8 bits are of a, its lower 8 bits of b."
+            high, low = (to_e4m3(self.get(x)) for x in given[1:])
+            self.put(given[0], high << 8 | low)
+        elif name == "cvt.rn.f16x2.e4m3x2":
+            word = self.get(given[1])
+            low, high = (to_half(bits(from_e4m3(word >> n & 0xFF)), "f16") for n in (0, 8))
             self.put(given[0], high << 16 | low)
         elif name in ("cvt.rn.relu.f16x2.f32", "cvt.rn.relu.bf16x2.f32"):
             # "Clamps negative results to 0; a NaN result is the canonical one."
@@ -311,6 +323,16 @@ def to_half(x, kind):
         half = floats(x).astype(np.float16).view(np.uint16).astype(np.int64)
     half = half if kind == "f16" else x + 0x7FFF + (x >> 16 & 1) >> 16
     return np.where(np.isnan(floats(x)), 0x7FFF, half)
+
+
+def to_e4m3(x):
+    """Bits of e4m3, by another library; what is too large is the largest number."""
+    near = np.clip(floats(x), -448.0, 448.0).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    return np.where(np.isnan(floats(x)), 0x7F, near).astype(np.int64)
+
+
+def from_e4m3(x):
+    return x.astype(np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 
 
 def from_half(x, kind):

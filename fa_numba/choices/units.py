@@ -29,7 +29,7 @@ from fa_numba.choices.tiles import (
     unspilled,
 )
 from fa_numba.choices.tuned import tuned_tiles
-from fa_numba.dtypes import DTYPES
+from fa_numba.dtypes import DTYPES, UNSCALED
 from fa_numba.kernels import mma, simt, wgmma
 from fa_numba.options import PLAIN, Features, argument_of
 from fa_numba.problem import MAX_HEAD_DIM, MAX_SEQLEN
@@ -260,7 +260,7 @@ class Simt(Unit):
 
     name, title, label = "simt", "CUDA cores", "CUDA cores"
     on_tensor_cores = False
-    dtypes = tuple(name for name, dtype in DTYPES.items() if dtype.matrix is None)
+    dtypes = tuple(name for name in UNSCALED if DTYPES[name].matrix is None)
     capability = (7, 5)
     kernels = simt
 
@@ -315,7 +315,7 @@ class Mma(Unit):
     name, title, label = "mma", "tensor cores", "tensor cores (mma)"
     instruction, emulated_steps = "mma.sync", 1e8
     looks: Mapping[str, tuple[str, str]] = {"fa2-splits": ("#8BC34A", "<")}
-    dtypes = tuple(name for name, dtype in DTYPES.items() if dtype.matrix is not None)
+    dtypes = tuple(name for name in UNSCALED if DTYPES[name].matrix is not None)
     capability = (8, 0)
     kernels = mma
     staged: Mapping[tuple[str, str], int] = {("fa2", "fwd"): 2}

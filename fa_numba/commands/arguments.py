@@ -11,7 +11,7 @@ from typing import Any
 from fa_numba import __version__
 from fa_numba.checks import did_you_mean, one_of
 from fa_numba.commands.ending import shortened
-from fa_numba.dtypes import DTYPES
+from fa_numba.dtypes import UNSCALED
 from fa_numba.tiling import Tiles
 
 WIDTH = 100  # the longest line of an output, in characters
@@ -123,10 +123,10 @@ def name_of(known: Callable[[], Sequence[str]]) -> Callable[[str], str]:
 def dtype(text: str) -> str:
     """Return the name of a dtype from its name or its short name: "fp16" gives "float16"."""
     name = SHORT_DTYPES.get(text, text)
-    if name not in DTYPES:
+    if name not in UNSCALED:
         short = ", ".join(SHORT_DTYPES)
-        near = did_you_mean(text, [*DTYPES, *SHORT_DTYPES])
-        raise ValueError(f"must be {one_of(DTYPES)} (short: {short}), got {text!r}{near}")
+        near = did_you_mean(text, [*UNSCALED, *SHORT_DTYPES])
+        raise ValueError(f"must be {one_of(UNSCALED)} (short: {short}), got {text!r}{near}")
     return name
 
 

@@ -24,7 +24,7 @@ from fa_numba.commands.arguments import (
     whole,
 )
 from fa_numba.commands.text import columns, count, in_bytes, mebibytes, seconds
-from fa_numba.dtypes import DTYPES
+from fa_numba.dtypes import UNSCALED
 from fa_numba.host.plans import Plan
 from fa_numba.io_model import ALGORITHMS
 from fa_numba.problem import MAX_HEAD_DIM
@@ -123,7 +123,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         type=dtype,
         metavar="DTYPE",
-        help=f"dtype of q, k and v: {', '.join(DTYPES)}, or {', '.join(SHORT_DTYPES)} (default: "
+        help=f"dtype of q, k and v: {', '.join(UNSCALED)}, or {', '.join(SHORT_DTYPES)} (default: "
         "float16 if the GPU has kernels for float16, else float32)",
     )
     call.add_argument(

@@ -25,7 +25,7 @@ from .local_memory import LocalArray
 
 WARPGROUP = 128  # threads
 ROWS = 64  # of A and C
-STEP = 16  # elements of the summed dimension in one instruction
+STEP = 16  # elements of 16 bits of the summed dimension in one instruction
 ITEM = 2  # bytes of an element
 PANEL = ROW_BYTES // ITEM  # columns of a panel
 GROUP_BYTES = 8 * ROW_BYTES  # bytes of eight rows of a panel
@@ -68,6 +68,41 @@ def operand_places(
         byte = row * ROW_BYTES + (first + within * ITEM).reshape(1, -1)
     places = (swizzled(byte) // ITEM).reshape(-1)
     return places, int(places.min()), int(places.max())
+
+
+def _exponents(x: np.ndarray) -> np.ndarray:
+    """Return the largest power of two up to |x| for each element; 0 if |x| is below 2^-126."""
+    return (x.view(np.uint32) & np.uint32(0x7F800000)).view(np.float32)
+
+
+def _summed_in_few_bits(
+    C: np.ndarray, A: np.ndarray, B: np.ndarray, steps: int, bits: int
+) -> np.ndarray:
+    """Return C + A B as tensor cores compute it whose sums keep `bits` fraction bits.
+
+    A: (rows, k), B: (columns, k) and C: (rows, columns) are float32. Each of the `steps`
+    instructions adds k / `steps` products and C. Let E be the largest exponent of the addends,
+    where a product's exponent is the sum of the exponents of its factors. Each addend is first
+    rounded towards 0 to a multiple of 2^(E - bits). The sum of the rounded addends is exact.
+    """
+    terms = A.shape[1] // steps
+    left, right = np.ascontiguousarray(A.T), np.ascontiguousarray(B.T)
+    of_left, of_right = _exponents(left), _exponents(right)
+    made = np.empty_like(C)
+    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):  # NaN stays NaN
+        for first in range(0, A.shape[1], terms):
+            most = _exponents(C)
+            for k in range(first, first + terms):
+                np.multiply(of_left[k][:, None], of_right[k], out=made)
+                np.maximum(most, made, out=most)
+            units = np.where(most == 0, np.float32(1.0), np.float32(2.0**bits) / most)
+            total = np.trunc(C * units)
+            for k in range(first, first + terms):
+                np.multiply(left[k][:, None], right[k], out=made)
+                made *= units
+                total += np.trunc(made, out=made)
+            C = total / units
+    return C
 
 
 def _summed(C: np.ndarray, A: np.ndarray, B: np.ndarray) -> np.ndarray:
@@ -224,17 +259,21 @@ class Products(Boxes):
 
     def multiply(
         self, numbers: np.ndarray, rC: LocalArray, n: int, A: tuple[Any, ...], B: tuple[Any, ...],
-        steps: int, adds: int,
+        steps: int, adds: int, kept_bits: int | None = None,
     ) -> None:  # fmt: skip
         """Start the product C = A B of each warpgroup that takes part, or C += A B if `adds` is 1.
 
         numbers   array that maps the 16 bits of an element of A or B to the element's value
+                  (for elements that contain two numbers: to both values, shape (65536, 2))
         rC        registers of C, which has 64 rows and `n` columns
         A, B      the operands. An operand in shared memory is a tuple of four: shared array,
                   index of the first element, rows of a panel, and whether the operand is
                   stored transposed (see `operand_places`). If A is in registers, it is a tuple
                   of two: array of registers, and index of the first register.
-        steps     number of instructions along the sum; the sum has 16 * `steps` terms
+        steps     number of instructions along the sum; the sum has 16 * `steps` elements
+        kept_bits
+                  number of fraction bits that sums keep (see `_summed_in_few_bits`); None if
+                  sums are in single precision
         """
         if n % 8 or not 8 <= n <= 256:
             raise ValueError(
@@ -273,7 +312,11 @@ class Products(Boxes):
             # Registers are in the order (half, chunk, pair), and threads in the order (warp, row,
             # place). Rows of the matrix are (warp, half, row), columns are (chunk, place, pair).
             C = old[:, lanes].reshape(2, n // 8, 2, 4, 8, 4).transpose(3, 0, 4, 1, 5, 2)
-            C = _summed(C.reshape(ROWS, n), left, right)
+            C = C.reshape(ROWS, n)
+            if kept_bits is None:
+                C = _summed(C, left, right)
+            else:
+                C = _summed_in_few_bits(C, left, right, steps, kept_bits)
             parts = C.reshape(4, 2, 8, n // 8, 4, 2).transpose(1, 3, 5, 0, 2, 4)
             old[:, lanes] = parts.reshape(-1, WARPGROUP)
             here = np.zeros(self.group.count, bool)
@@ -296,9 +339,10 @@ class Products(Boxes):
     ) -> np.ndarray:  # fmt: skip
         """Start to read an operand in shared memory, and return the operand's values.
 
-        The result has the shape (rows, 16 * steps) and the dtype float32. The record of the read is
-        added to the list `lent`. `left` is 1 if the operand is A, and 0 if it is B. The other
-        arguments are described in `multiply`.
+        The result has the shape (rows, 16 * steps) and the dtype float32. If an element contains
+        two numbers, the result has twice as many columns. The record of the read is added to the
+        list `lent`. `left` is 1 if the operand is A, and 0 if it is B. The other arguments are
+        described in `multiply`.
         """
         array, index, panel_rows, across = operand
         at = self._of_warpgroup(index, lanes, "A" if left else "B", array.name)
@@ -340,14 +384,17 @@ class Products(Boxes):
     def _of_registers(
         self, numbers: np.ndarray, A: tuple[Any, ...], lanes: np.ndarray, steps: int
     ) -> np.ndarray:
-        """Return the operand A from a warpgroup's registers, as (64, 16 * steps) in float32."""
+        """Return the operand A from a warpgroup's registers, as (64, 16 * steps) in float32.
+
+        If an element contains two numbers, the result has twice as many columns.
+        """
         rA, first = A
         words = np.empty((4 * steps, WARPGROUP), np.int64)
         for e, row in enumerate(words, first):
             value = rA[e]
             row[:] = value[lanes] if value.__class__ is np.ndarray else value
         pairs = numbers[np.stack([words & 0xFFFF, words >> 16], axis=-1)]
-        parts = pairs.reshape(2, 2 * steps, 4, 8, 4, 2)  # half, chunk, warp, group, place, pair
+        parts = pairs.reshape(2, 2 * steps, 4, 8, 4, -1)  # half, chunk, warp, group, place, pair
         return parts.transpose(2, 0, 3, 1, 4, 5).reshape(ROWS, -1)
 
     def wait_products(self, rC: LocalArray, count: int, pending: int) -> None:

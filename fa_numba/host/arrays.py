@@ -16,7 +16,7 @@ import numpy as np
 from fa_numba import checks, device
 from fa_numba.checks import kind_of
 from fa_numba.device import DeviceArray
-from fa_numba.dtypes import DTYPES, FLAG, INDEX, STORED
+from fa_numba.dtypes import DTYPES, E4M3, FLAG, INDEX, STORED, UNSCALED
 from fa_numba.emulator.global_memory import used_strides, without_unused_strides
 from fa_numba.host.overlap import overlap, overlaps_itself
 from fa_numba.masks import numeric_mask
@@ -26,6 +26,8 @@ HOST = -1
 SUMS = ("float32",)  # lse, bias and alibi_slopes
 MASKS = ("float32", "float16", "bfloat16", "bool")  # attn_mask, which is converted to float32
 CAPTURED = (*SUMS, INDEX.name, FLAG.name)  # arrays that the caller's functions capture
+# Libraries without float8. Their arrays of uint8 contain the bits of e4m3.
+_WITHOUT_E4M3 = ("cupy", "interface", "dlpack")
 INTEGERS = (INDEX.name,)  # a block table and lengths that are on a GPU
 
 
@@ -104,6 +106,50 @@ def _from_numpy(name: str, array: np.ndarray, library: str, owner: Any, empty: C
     return Operand(
         name, library, HOST, dtype, shape, strides, pointer, array, owner, empty, writable
     )
+
+
+def numpy_dtype(name: str) -> np.dtype:
+    """Return the NumPy dtype with a name of ``DTYPES``.
+
+    The dtypes bfloat16 and float8_e4m3fn are in the package ml_dtypes. Raise ImportError if it is
+    needed and not installed.
+    """
+    try:
+        return np.dtype(name)
+    except TypeError:
+        pass
+    try:
+        import ml_dtypes
+    except ImportError as error:
+        raise ImportError(
+            f"NumPy arrays of {name} need the package ml_dtypes; install it with "
+            "pip install 'fa_numba[fp8]'"
+        ) from error
+    return np.dtype(getattr(ml_dtypes, name))
+
+
+def _stored_as(dtype: str) -> str:
+    """Return the dtype of an array that stores ``dtype`` in a library without float8.
+
+    The bits of e4m3 are stored as uint8. Raise TypeError for bfloat16, which such a library has
+    not.
+    """
+    if dtype == "bfloat16":
+        raise TypeError(
+            "the results cannot be bfloat16, because the library of q has no bfloat16; pass torch "
+            "or JAX arrays, or choose float16 or float32"
+        )
+    return E4M3.host if dtype == E4M3.name else dtype
+
+
+def _empty_of_bits(shape: tuple[int, ...], dtype: str) -> Any:
+    """Return an uninitialised array on the current GPU; the bits of e4m3 are stored as uint8."""
+    return device.empty(shape, _stored_as(dtype))
+
+
+def _empty_of_bits_on_host(shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    """Return an uninitialised array in host memory; the bits of e4m3 are stored as uint8."""
+    return np.empty(shape, _stored_as(dtype))
 
 
 def _name(dtype: np.dtype) -> str:
@@ -255,7 +301,7 @@ def _from_torch(name: str, tensor: Any, allowed: Sequence[str]) -> Operand:
             f"({name}.is_neg() is True); pass {name}.resolve_neg()"
         )
     if where.type == "cpu":
-        seen_as = torch.int16 if dtype == "bfloat16" else tensor.dtype
+        seen_as = {"bfloat16": torch.int16, E4M3.name: torch.uint8}.get(dtype, tensor.dtype)
         host = _read(name, tensor, lambda x: x.detach().view(seen_as).numpy())
         return replace(_from_numpy(name, host, "torch", tensor, empty), dtype=dtype)
     if where.type != "cuda":
@@ -303,17 +349,16 @@ def _from_interface(name: str, array: Any) -> Operand:
             f"__cuda_array_interface__ at address {pointer:#x}, which is on neither"
         ) from error
     library: str = "interface"
-
-    def empty(shape, dtype):
-        return device.empty(shape, dtype)
+    empty: Callable[..., Any] = _empty_of_bits
 
     cupy = sys.modules.get("cupy")
     if cupy is not None and isinstance(array, cupy.ndarray):
         library = "cupy"
 
-        def empty(shape, dtype):
-            return cupy.empty(shape, dtype=dtype)
+        def empty_of_cupy(shape, dtype):
+            return cupy.empty(shape, dtype=_stored_as(dtype))
 
+        empty = empty_of_cupy
     elif interface.get("stream"):
         # Wait for work on the stream that writes the array. Calls with CuPy arrays need not wait,
         # because their kernels run on CuPy's current stream.
@@ -328,7 +373,7 @@ def _from_dlpack(name: str, array: Any) -> Operand:
     kind, _ = array.__dlpack_device__()
     if kind == 1:
         host = np.from_dlpack(array)
-        return _from_numpy(name, host, "dlpack", array, np.empty)
+        return _from_numpy(name, host, "dlpack", array, _empty_of_bits_on_host)
     if kind != 2:
         raise TypeError(
             f"{name} must be on DLPack device type 1 (CPU) or 2 (CUDA), got device type {kind}"
@@ -342,7 +387,7 @@ def _from_dlpack(name: str, array: Any) -> Operand:
     if view.strides is not None:
         steps = tuple(itemsize * n for n in view.strides)
     dtype = np.dtype(view.dtype).name
-    ordinal, writable, empty = view.device_id, not view.readonly, device.empty
+    ordinal, writable, empty = view.device_id, not view.readonly, _empty_of_bits
     return Operand(
         name, "dlpack", ordinal, dtype, shape, steps, view.ptr, None, array, empty, writable
     )
@@ -369,7 +414,7 @@ def _from_jax(name: str, array: Any) -> Operand:
     if where.platform == "cpu":
 
         def empty(shape, kind):
-            return np.empty(shape, dtype if kind == dtype.name else kind)
+            return np.empty(shape, numpy_dtype(kind))
 
         found = _from_numpy(name, np.asarray(array), "jax", array, empty)
         return replace(found, writable=False, finish=lambda made: jax.device_put(made, where))
@@ -377,9 +422,12 @@ def _from_jax(name: str, array: Any) -> Operand:
         raise TypeError(
             f"{name} must be a JAX array on a CPU or a CUDA GPU, got one on {where.platform}"
         )
-    if dtype.name not in ("float32", "float16"):
+    if dtype.name == E4M3.name:  # the interface cannot describe such an array
+        array = array.view(np.uint8)
+    elif dtype.name not in ("float32", "float16"):
         raise TypeError(
-            f"{name} must be float32 or float16 if it is a JAX array on a GPU, got {dtype.name}"
+            f"{name} must be float32, float16 or {E4M3.name} if it is a JAX array on a GPU, got "
+            f"{dtype.name}"
         )
     array.block_until_ready()  # JAX computes on streams of its own
 
@@ -387,10 +435,11 @@ def _from_jax(name: str, array: Any) -> Operand:
         device.synchronize()
         return jax.numpy.asarray(made)
 
-    return replace(_from_interface(name, array), library="jax", writable=False, finish=finish)
+    found = _from_interface(name, array)
+    return replace(found, library="jax", dtype=dtype.name, writable=False, finish=finish)
 
 
-def operand(name: str, array: Any, allowed: Sequence[str] = tuple(DTYPES)) -> Operand:
+def operand(name: str, array: Any, allowed: Sequence[str] = UNSCALED) -> Operand:
     """Return the operand of an array of NumPy, torch, CuPy or JAX, or of another library.
 
     An array of another library needs ``__cuda_array_interface__`` or DLPack. ``name`` is the name
@@ -400,9 +449,9 @@ def operand(name: str, array: Any, allowed: Sequence[str] = tuple(DTYPES)) -> Op
     """
     checks.check_unmasked(name, array, ", and attn_mask to hide keys" if name in "qkv" else "")
     if isinstance(array, np.ndarray):
-        # ``array.dtype`` itself, because NumPy knows no name for a library's bfloat16.
+
         def empty(shape, dtype):
-            return np.empty(shape, array.dtype if dtype == array.dtype.name else dtype)
+            return np.empty(shape, numpy_dtype(dtype))
 
         found = _from_numpy(name, array, "numpy", array, empty)
     elif _of_library("torch", "Tensor", array):
@@ -420,6 +469,8 @@ def operand(name: str, array: Any, allowed: Sequence[str] = tuple(DTYPES)) -> Op
             f"{name} must be a NumPy array, torch tensor, JAX array, or an array with "
             f"__cuda_array_interface__ or DLPack, got {kind_of(array)}{listed}"
         )
+    if found.dtype == E4M3.host and E4M3.name in allowed and found.library in _WITHOUT_E4M3:
+        found = replace(found, dtype=E4M3.name)
     check_dtype(name, found.dtype, found.library, allowed)
     steps = [stride for n, stride in zip(found.shape, found.strides, strict=True) if n > 1]
     size = STORED[found.dtype].bytes

@@ -11,7 +11,7 @@ from typing import Any
 
 from fa_numba.checks import LAYOUTS, PACKED_AXES, as_layout, kind_of
 from fa_numba.choices.arguments import Buffer
-from fa_numba.dtypes import DTYPES
+from fa_numba.dtypes import UNSCALED
 from fa_numba.host import launch_cache, placement
 from fa_numba.host.arrays import (
     SUMS,
@@ -107,7 +107,7 @@ def _merged(
     if found is not None:
         return found
     rows = [n for n in arrays if "lse" in n]
-    inputs = {n: operand(n, x, SUMS if n in rows else tuple(DTYPES)) for n, x in arrays.items()}
+    inputs = {n: operand(n, x, SUMS if n in rows else UNSCALED) for n, x in arrays.items()}
     matrices = [x for n, x in inputs.items() if n not in rows]
     first = matrices[0]
     axes = _axes(first, layout)

@@ -164,7 +164,9 @@ def of_registers(text, ty, *given, returns=None, side_effect=False):
     if any(x != ty for x in given):
         return None
     returns = ty if returns is None else returns
-    made = [F32, F32] if returns == FLOAT2_TUPLE else F32 if returns == types.float32 else I32
+    several = isinstance(returns, types.containers.UniTuple)
+    one = F32 if (returns.dtype if several else returns) == types.float32 else I32
+    made = [one] * returns.count if several else one
 
     def codegen(context, builder, signature, args):
         found = ptx(builder, text, args, made, memory=False, side_effect=side_effect)

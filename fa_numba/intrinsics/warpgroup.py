@@ -1,7 +1,12 @@
 """Matrix products of a warpgroup, that is, of four neighbouring warps: ``wgmma`` (sm_90a).
 
 A product computes C = A B or C += A B. C has 64 rows and n columns, and is in float32 registers. A
-and B are in 16 bits. B is in shared memory, and A is in shared memory or in registers.
+and B are in 16 bits, or in e4m3, a float of 8 bits. B is in shared memory, and A is in shared
+memory or in registers.
+
+Arrays of e4m3 are uint16 arrays: an element of 16 bits contains two e4m3, the one with the lower
+index in the lower byte. One instruction then sums 32 terms, that is, 16 elements of the array. The
+sums of e4m3 products keep fewer bits than float32, see ``KEPT_BITS``.
 
 An operand in shared memory is stored in panels. A panel has 64 columns of 16 bits, so that a row
 has 128 bytes. The panels are stored one after the other, and begin at multiples of 1024 bytes. The
@@ -28,10 +33,14 @@ from numba.cuda.extending import intrinsic
 
 from fa_numba import emulator
 from fa_numba.intrinsics._build import F32, I32, emulated_by, is_half_array, ptx, shared_address
+from fa_numba.intrinsics.float8 import PAIRS_E4M3
 from fa_numba.intrinsics.matrix import NUMBERS
 
 I64 = ir.IntType(64)
-STEP = 16  # elements of the summed dimension in one instruction
+STEP = 16  # elements of 16 bits of the summed dimension in one instruction
+# Fraction bits that the tensor cores keep of a sum, by dtype, where a float32 has more.
+KEPT_BITS = {"e4m3": 13}
+_NUMBERS = NUMBERS | {"e4m3": PAIRS_E4M3}
 PANEL = 64  # columns of a panel
 ROW_BYTES = 2 * PANEL
 _GROUP_BYTES = 8 * ROW_BYTES  # bytes of eight rows, after which the swizzle pattern repeats
@@ -122,12 +131,14 @@ def _replaced(builder, code, places, given, tied):
 def _instruction(kind: str, n: int, a: str, across: Sequence[int], adds: bool) -> str:
     """Return the PTX of one step of a product with `n` columns.
 
-    `kind` is "f16" or "bf16". `a` is the PTX text of the operand A, a descriptor or a list of
-    registers. `across` contains 0 or 1 for each operand in shared memory: 1 if the operand is
+    `kind` is "f16", "bf16" or "e4m3". `a` is the PTX text of the operand A, a descriptor or a list
+    of registers. `across` contains 0 or 1 for each operand in shared memory: 1 if the operand is
     stored transposed. `adds` says whether the step adds to C. If not, it overwrites C.
     """
-    shape = f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{kind}.{kind}"
-    modes = ", ".join(map(str, (int(adds), 1, 1, *across)))
+    narrow = kind == "e4m3"
+    terms = 2 * STEP if narrow else STEP
+    shape = f"wgmma.mma_async.sync.aligned.m64n{n}k{terms}.f32.{kind}.{kind}"
+    modes = ", ".join(map(str, (int(adds), 1, 1, *(() if narrow else across))))
     return f"{shape} {_listed(0, n // 2)}, {a}, b, {modes};"
 
 
@@ -135,7 +146,7 @@ def _of_shared(kind):
     """Return a function that Numba calls to compile a product with both operands in shared memory.
 
     The function takes the Numba types of the arguments, and returns signature and code. `kind` is
-    "f16" or "bf16", the format of A and B.
+    "f16", "bf16" or "e4m3", the format of A and B.
     """
 
     def build(typingctx, rC, n, sA, a, rows_a, across_a, sB, b, rows_b, across_b, steps, adds):
@@ -143,6 +154,8 @@ def _of_shared(kind):
         if found is None or not (is_half_array(sA, 1) and is_half_array(sB, 1)):
             return None
         N, RA, TA, RB, TB, K, more = found
+        if kind == "e4m3" and (TA or TB):
+            return None
 
         def text(first):
             for k in range(K):
@@ -168,24 +181,37 @@ def _of_shared(kind):
 def _emulation(kind):
     """Return the emulation of a product with both operands in shared memory.
 
-    `kind` is "f16" or "bf16".
+    `kind` is "f16", "bf16" or "e4m3".
     """
 
     def emulation(rC, n, sA, a, rows_a, across_a, sB, b, rows_b, across_b, steps, adds):
         A, B = (sA, a, rows_a, across_a), (sB, b, rows_b, across_b)
-        emulator.current().multiply(NUMBERS[kind], rC, n, A, B, steps, adds)
+        _multiply(kind, rC, n, A, B, steps, adds)
 
     return emulation
 
 
 def _emulation_of_registers(kind):
-    """Return the emulation of a product with A in registers. `kind` is "f16" or "bf16"."""
+    """Return the emulation of a product with A in registers.
+
+    `kind` is "f16", "bf16" or "e4m3".
+    """
 
     def emulation(rC, n, rA, a, sB, b, rows_b, across_b, steps, adds):
-        B = (sB, b, rows_b, across_b)
-        emulator.current().multiply(NUMBERS[kind], rC, n, (rA, a), B, steps, adds)
+        _multiply(kind, rC, n, (rA, a), (sB, b, rows_b, across_b), steps, adds)
 
     return emulation
+
+
+def _multiply(kind, rC, n, A, B, steps, adds):
+    """Emulate a product, see `emulator.products.Products.multiply`."""
+    if kind == "e4m3" and any(operand[3] for operand in (A, B) if len(operand) == 4):
+        raise ValueError(
+            "across_a and across_b must be 0 for e4m3, got 1: wgmma reads no transposed operands "
+            "of 8 bits. Store the operand so that a row contains all terms of one sum"
+        )
+    kept = KEPT_BITS.get(kind)
+    emulator.current().multiply(_NUMBERS[kind], rC, n, A, B, steps, adds, kept)
 
 
 @emulated_by(_emulation("f16"))
@@ -218,11 +244,25 @@ def multiply_bf16(typingctx, rC, n, sA, a, rows_a, across_a, sB, b, rows_b, acro
     return _of_shared("bf16")(typingctx, *given)
 
 
+@emulated_by(_emulation("e4m3"))
+@intrinsic
+def multiply_e4m3(typingctx, rC, n, sA, a, rows_a, across_a, sB, b, rows_b, across_b, steps, adds):
+    """Start C = A B, or C += A B if ``adds`` is 1, with A and B in e4m3.
+
+    ``sA`` and ``sB`` are uint16 arrays with two e4m3 per element. The sum has 32 * ``steps`` terms,
+    which are 16 * ``steps`` elements of a row. ``across_a`` and ``across_b`` must be 0. The
+    arguments are otherwise those of ``multiply_f16``, and positions and rows count elements of 16
+    bits.
+    """
+    given = (rC, n, sA, a, rows_a, across_a, sB, b, rows_b, across_b, steps, adds)
+    return _of_shared("e4m3")(typingctx, *given)
+
+
 def _of_registers(kind):
     """Return a function that Numba calls to compile a product with A in registers.
 
     The function takes the Numba types of the arguments, and returns signature and code. `kind` is
-    "f16" or "bf16", the format of A and B.
+    "f16", "bf16" or "e4m3", the format of A and B.
     """
 
     def build(typingctx, rC, n, rA, a, sB, b, rows_b, across_b, steps, adds):
@@ -230,6 +270,8 @@ def _of_registers(kind):
         if found is None or not is_half_array(sB, 1):
             return None
         N, FIRST, RB, TB, K, more = found
+        if kind == "e4m3" and TB:
+            return None
 
         def text(first):
             for k in range(K):
@@ -275,6 +317,21 @@ def multiply_registers_bf16(typingctx, rC, n, rA, a, sB, b, rows_b, across_b, st
     ``multiply_registers_f16``.
     """
     return _of_registers("bf16")(typingctx, rC, n, rA, a, sB, b, rows_b, across_b, steps, adds)
+
+
+@emulated_by(_emulation_of_registers("e4m3"))
+@intrinsic
+def multiply_registers_e4m3(typingctx, rC, n, rA, a, sB, b, rows_b, across_b, steps, adds):
+    """Start C = A B, or C += A B if ``adds`` is 1, with A in registers, in e4m3.
+
+    Each of the 4 * ``steps`` words contains four e4m3 of a row, as ``pack_e4m3`` returns them. A
+    word contains the terms 4 t to 4 t + 3 of 16 terms, with t = thread % 4. In the registers of a
+    C, these are not neighbouring columns. The kernel may take the four numbers 2 t, 2 t + 1, 2 t +
+    8 and 2 t + 9 of 16 columns of C instead, if the rows of B are in the same order.
+
+    ``across_b`` must be 0. The arguments are otherwise those of ``multiply_registers_f16``.
+    """
+    return _of_registers("e4m3")(typingctx, rC, n, rA, a, sB, b, rows_b, across_b, steps, adds)
 
 
 @emulated_by(lambda rC, count, pending: emulator.current().wait_products(rC, count, pending))
@@ -343,8 +400,13 @@ def give_registers(typingctx, count):
 
 
 # By the name of a dtype in matrix instructions (``dtypes.DType.matrix``).
-MULTIPLY: dict[str | None, Any] = {"f16": multiply_f16, "bf16": multiply_bf16}
+MULTIPLY: dict[str | None, Any] = {
+    "f16": multiply_f16,
+    "bf16": multiply_bf16,
+    "e4m3": multiply_e4m3,
+}
 MULTIPLY_REGISTERS: dict[str | None, Any] = {
     "f16": multiply_registers_f16,
     "bf16": multiply_registers_bf16,
+    "e4m3": multiply_registers_e4m3,
 }

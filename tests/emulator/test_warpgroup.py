@@ -45,6 +45,18 @@ def to_bits(x, kind):
     return (x.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
 
 
+def small_e4m3(*shape, seed=0):
+    """Pairs of e4m3 in 16 bits, and their numbers in twice the columns: 0, 0.5 to 2 and -0.5 to -2.
+
+    Sums of so few bits are exact.
+    """
+    rng = np.random.default_rng(seed)
+    numbers = rng.integers(-4, 5, (*shape, 2)) / 2.0
+    sizes = np.array([0x00, 0x30, 0x38, 0x3C, 0x40], np.uint8)  # 0, 0.5, 1, 1.5, 2
+    made = sizes[np.abs(2 * numbers).astype(int)] | np.where(numbers < 0, 0x80, 0).astype(np.uint8)
+    return made.view(np.uint16)[..., 0], numbers.reshape(*shape[:-1], -1)
+
+
 def to_numbers(bits, kind):
     if kind == "f16":
         return bits.view(np.float16).astype(np.float64)
@@ -53,6 +65,8 @@ def to_numbers(bits, kind):
 
 def random(*shape, kind="f16", seed=0):
     """16 bits, and the numbers that they are."""
+    if kind == "e4m3":
+        return small_e4m3(*shape, seed=seed)
     bits = to_bits(np.random.default_rng(seed).standard_normal(shape), kind)
     return bits, to_numbers(bits, kind)
 
@@ -167,6 +181,31 @@ def test_part_of_a_row_and_of_a_panel():
     C = np.zeros((8, 128), np.float32)
     launch(kernel, 128, panels(a, 72), panels(b, 40), C)
     assert_product(matrix_of(C, 16), A[8:, 32:], B[16:32, 32:])
+
+
+def test_e4m3_operands_are_not_transposed():
+    kernel = make_product(8, 1, "e4m3", across=(0, 1), rows=(64, 16))
+    arrays = np.zeros(4096, np.uint16), np.zeros(1024, np.uint16), np.zeros((4, 128), np.uint32)
+    with pytest.raises(ValueError, match="across_a and across_b must be 0 for e4m3, got 1"):
+        launch(kernel, 128, *arrays, np.zeros((4, 128), np.float32))
+
+
+def test_sums_of_e4m3_keep_13_bits():
+    """Each row has another size of what is added to 1 or -1: below 2^-13 it is dropped."""
+    bits = np.zeros((64, 16), np.uint16)
+    bits[:, 0] = 0x38  # 1, and 0 next to it
+    one = np.zeros((8, 16), np.uint16)
+    one[:, 0] = 0x38
+    for sign in (1, -1):
+        C = np.zeros((4, 128), np.float32)
+        sizes = np.repeat(2.0 ** -np.arange(8, 16), 8) * 1.5
+        for t in range(128):
+            for e in range(4):
+                C[e, t] = sign * sizes[16 * (t // 32) + t % 32 // 4 + 8 * (e // 2)]
+        arrays = panels(bits, 64), panels(one, 8), np.zeros((1, 1), np.uint32), C
+        launch(make_product(8, 1, "e4m3", rows=(64, 8), adds=1), 128, *arrays)
+        wanted = 1 + sign * np.floor(sizes * 2.0**13) / 2.0**13
+        assert np.array_equal(matrix_of(C, 8), np.repeat(wanted[:, None], 8, axis=1))
 
 
 def test_infinities_and_nan():

@@ -464,7 +464,7 @@ def test_jax_arrays_are_read_when_ready_and_made_when_done(gpu, kept):
             (
                 {"q": JaxArray(aligned(SHAPES["q"], "float64"))},
                 TypeError,
-                "q must be float32 or float16 if it is a JAX array on a GPU, got fl",
+                "q must be float32, float16 or float8_e4m3fn if it is a JAX array on a GPU, got fl",
             ),
         ):
             given = {"q": q, "k": k, "v": v} | bad

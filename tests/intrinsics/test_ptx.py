@@ -16,6 +16,7 @@ from fa_numba.intrinsics import (
     arithmetic,
     async_copy,
     bulk_copy,
+    float8,
     global_memory,
     halfwords,
     matrix,
@@ -117,7 +118,7 @@ STAND_IN = SimpleNamespace(
 
 def one_nan(words, name):
     """The emulation may have any NaN where the instruction has 0x7FFF."""
-    if not name.startswith("pack_"):
+    if not name.startswith("pack_") or name == "pack_e4m3":
         return words
     halves, kind = [words >> shift & 0xFFFF for shift in (16, 0)], name.rpartition("_")[2]
     high, low = (np.where(np.isnan(from_half(h, kind)), 0x7FFF, h) for h in halves)
@@ -216,6 +217,9 @@ CASES = {
     "pack_positive_bf16": (matrix, "XX"),
     "unpack_f16": (matrix, "w"),
     "unpack_bf16": (matrix, "w"),
+    "pack_e4m3": (float8, "XXXX"),
+    "unpack_e4m3": (float8, "w"),
+    "widen_e4m3": (float8, "w"),
     "ldmatrix": (matrix, "si"),
     "ldmatrix_transposed": (matrix, "si"),
     "stmatrix": (matrix, "siwwww"),
@@ -275,6 +279,10 @@ FAULTS = [
     ("pack_positive_bf16", "$2, $1", "$1, $2"),
     ("unpack_f16", "{l, h}", "{h, l}"),
     ("unpack_bf16", "0xffff0000", "0x0000ffff"),
+    ("pack_e4m3", "$2, $1", "$1, $2"),
+    ("pack_e4m3", "{l, h}", "{h, l}"),
+    ("unpack_e4m3", "{a, b}, l", "{b, a}, l"),
+    ("widen_e4m3", "{l, h}", "{h, l}"),
     ("ldmatrix", "$0,$1,$2,$3", "$0,$2,$1,$3"),
     ("ldmatrix", "x4.", "x4.trans."),
     ("ldmatrix_transposed", ".trans", ""),

@@ -11,7 +11,7 @@ import test_ptx_statements
 from llvmlite import ir
 from mutants import modules_of
 from numba.core import types
-from ptx_machine import F32, I32, Machine, bits, floats, from_half
+from ptx_machine import F32, I32, Machine, bits, floats, from_e4m3, from_half
 from test_mbarriers import launch
 from test_warpgroup import make_product, random
 
@@ -53,8 +53,8 @@ class Warpgroup(Machine):
             super().step(name, given, where)
 
     def operand(self, descriptor, rows, across, kind):
-        """(rows, 16): "Matrix descriptor" and "Strides" of "Asynchronous warpgroup level matrix
-        shared memory layout"; a row of the layout has ``chunks`` of 16 bytes.
+        """(rows, 16), or 32 e4m3: "Matrix descriptor" and "Strides" of "Asynchronous warpgroup
+        level matrix shared memory layout"; a row of the layout has ``chunks`` of 16 bytes.
         """
         (code,) = set(self.get(descriptor).tolist())
         start, leading, stride = (16 * column(code, at, 14) for at in (0, 16, 32))
@@ -70,18 +70,30 @@ class Warpgroup(Machine):
             at = row % 8 * 16 * chunks + row // 8 * stride + k * 2
         at = at + start
         at ^= (at >> 7) % chunks << 4
+        if kind == "e4m3":
+            return from_e4m3(self.memory[np.stack([at, at + 1], -1)]).reshape(rows, 32)
         return from_half(self.memory[at] | self.memory[at + 1].astype(np.int64) << 8, kind)
 
     def product(self, name, given):
-        shape, n, kind = re.fullmatch(
-            r"wgmma\.mma_async\.sync\.aligned\.(m64n(\d+)k16)\.f32\.(\w+)\.\3", name
+        n, terms, kind = re.fullmatch(
+            r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k(\d+)\.f32\.(\w+)\.\3", name
         ).groups()
+        assert int(terms) == (32 if kind == "e4m3" else 16)
         n, several = int(n), [re.findall(r"[^{}\s,]+", text) for text in given]
         words = several[1] if len(several[1]) == 4 else None
         adds, scale_a, scale_b, *across = (int(x) for x in given[3:])
+        if kind == "e4m3":  # no modes of transposition
+            assert not across
+            across = [0] * (1 if words else 2)
         assert adds in (0, 1) and len(several[0]) == n // 2
         B = self.operand(given[2], n, across.pop(), kind)
-        if words:
+        if words and kind == "e4m3":
+            A = np.empty((64, 32))
+            for i in range(16):  # "Register Fragments": columns 4 t + i % 4, and 16 more from 8 on
+                byte = self.get(words[i // 4]) >> 8 * (i % 4) & 0xFF
+                at = 16 * WARP + G + 8 * (i // 4 % 2), 4 * T + i % 4 + 16 * (i // 8)
+                A[at] = from_e4m3(byte.astype(np.uint8))
+        elif words:
             A = np.empty((64, 16))
             for i in range(8):
                 word = self.get(words[i // 2]) >> 16 * (i % 2) & 0xFFFF
@@ -101,7 +113,7 @@ class Warpgroup(Machine):
 # name: kind, A in registers
 MULTIPLY = {
     f"multiply_{where}{kind}": (kind, bool(where))
-    for kind in ("f16", "bf16")
+    for kind in ("f16", "bf16", "e4m3")
     for where in ("", "registers_")
 }
 # n, steps, across, panel rows of A and B, adds
@@ -130,6 +142,8 @@ def compare(name, setting, change=None, group=0):
     A, B = random(2 * sizes[0], kind=kind)[0], random(sizes[1], kind=kind, seed=1)[0]
     words = random(4 * steps, 256, 2, kind=kind, seed=2)[0].view(np.uint32)[..., 0]
     C = rng.standard_normal((M, 256)).astype(np.float32)
+    if kind == "e4m3":
+        C = np.rint(4 * C) / np.float32(4.0)
 
     machine = Warpgroup(change)
     raw = np.concatenate([A, B]).view(np.uint8)
@@ -167,8 +181,15 @@ def compare(name, setting, change=None, group=0):
     np.testing.assert_allclose(found, expected[:, mine], rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("setting", SETTINGS, ids=str)
-@pytest.mark.parametrize("name", MULTIPLY)
+CALLS = [
+    (name, setting)
+    for name, (kind, _) in MULTIPLY.items()
+    for setting in SETTINGS
+    if kind != "e4m3" or not any(setting[2])
+]
+
+
+@pytest.mark.parametrize("name, setting", CALLS, ids=str)
 def test_a_product_is_that_of_its_emulation(name, setting):
     compare(name, setting, group=setting[0] % 16 // 8)
 
@@ -188,6 +209,9 @@ TEXTS = [
     ("multiply_f16", ALL, "wgmma.fence.sync.aligned;", ""),
     ("multiply_f16", ALL, "wgmma.commit_group.sync.aligned;", ""),
     ("multiply_registers_f16", SETTINGS[0], "{$4, $5", "{$5, $4"),
+    ("multiply_e4m3", SETTINGS[1], "k32", "k16"),
+    ("multiply_e4m3", SETTINGS[1], "add.s64 a", "add.s64 b"),
+    ("multiply_registers_e4m3", SETTINGS[0], "{$4, $5", "{$5, $4"),
     ("multiply_registers_bf16", SETTINGS[0], "{$4, $5, $6", "{$4, $6, $5"),
 ]
 
