@@ -23,9 +23,9 @@ def make_of_scores(spec):
     - ``rD: (TM,)`` holds D of each row.
     - ``rG`` holds the derivatives of the cap and of ``score_mod``, which ``slopes`` has stored.
 
-    First dS = P o (dP - D) is computed. If the call wants these gradients, dS is added to ``dbias``
-    and to the gradients of the arrays that ``score_mod`` captures. At the end, dS is multiplied by
-    the derivatives in rG.
+    First dS = P o (dP - D) is computed. This dS is added to the gradient of the bias, if the call
+    computes that gradient. It also gives the gradients of the arrays that ``score_mod`` captures,
+    if the call computes them. At the end, dS is multiplied by the derivatives in rG.
     """
     TM, TN, (EI, EJ), features = spec.TM, spec.TN, spec.element_steps, spec.features
     row_of, column_of = make_row(spec), make_column(spec)
@@ -70,9 +70,9 @@ def make_less_dlse(spec):
     """Make ``less_dlse(D, l, head, row)``, which returns D - dL, where dL is the gradient of the
     row's logsumexp.
 
-    ``l`` is the logsumexp of the row. The gradient of the scores is dS = P o (dP - D + dL). With D
-    - dL in the place of D, the kernel computes it as P o (dP - D). If the call has no dL, the
-    result is D. If l is -inf, the row sees no column and has no sink, and the result is D, too.
+    With dL, the gradient of the scores is dS = P o (dP - D + dL). Kernels compute P o (dP - D), and
+    use the result of this function as D. ``l`` is the logsumexp of the row. The result is D without
+    dL in two cases: the call has no dL, or l is -inf.
     """
     dlse, query_rows = spec.features.dlse, make_query_rows(spec)
 

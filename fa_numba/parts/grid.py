@@ -1,9 +1,9 @@
 """The batch entry, heads and rows that a thread block computes, from its number in the grid.
 
-The module also finds the rows of one sequence and head in an array. ``spec`` can be any record with
-the field ``features``. The functions ``head`` and ``heads_of_group`` also need the field
-``grouped``: whether several query heads share a K/V head. A few functions need the fields
-``tile_heads`` or ``head_rows``.
+The module also finds the rows of one sequence and head in an array. The factories take a ``spec``.
+It can be any record with the field ``features``. The factories of ``head`` and ``heads_of_group``
+also need the field ``grouped``, which says whether several query heads share a K/V head. A few
+factories need the fields ``tile_heads`` or ``head_rows``.
 """
 
 from fa_numba.device import cuda, device_function, uint32
@@ -17,8 +17,8 @@ def make_row_tile(spec):
     FA-2's forward pass.
 
     The result is the first row of the row tile, and the number of the key split (0 without key
-    splits). The first blocks of the grid have the last row tiles. With a causal mask, these row
-    tiles have the most columns, so that the last blocks to run are short.
+    splits). The first blocks of the grid have the last row tiles. With a causal mask, the last row
+    tiles have the most columns. The blocks that start last therefore have the least work.
     """
     ROWS, splits = spec.head_rows, spec.features.splits
 
@@ -96,11 +96,11 @@ def make_key_rows(spec):
 
 @part
 def make_query_end(spec):
-    """Make ``query_end(head)``, which returns one past the last valid row of a sequence in an array
-    of queries.
+    """Make ``query_end(head)``, which returns one past the last valid row of a sequence, as a row
+    of an array of queries.
 
-    Normally the result is ``head.Nq``. For packed sequences, it counts the rows of all sequences in
-    the array.
+    Normally the result is ``head.Nq``. Packed sequences are stored one after the other in the
+    array. The result is then the row of the array at which the next sequence begins.
     """
     packed = spec.features.packed
 
@@ -114,11 +114,11 @@ def make_query_end(spec):
 
 @part
 def make_key_end(spec):
-    """Make ``key_end(head)``, which returns one past the last valid row of a sequence in an array
-    of keys.
+    """Make ``key_end(head)``, which returns one past the last valid row of a sequence, as a row of
+    an array of keys.
 
-    Normally the result is ``head.Nk``. For packed sequences, it counts the rows of all sequences in
-    the array.
+    Normally the result is ``head.Nk``. Packed sequences are stored one after the other in the
+    array. The result is then the row of the array at which the next sequence begins.
     """
     packed = spec.features.packed and not spec.features.page_size
 
@@ -163,10 +163,11 @@ def make_lengths(spec):
 def make_head(spec):
     """Make ``head(Q, K, group, options)``, which returns the ``Head`` record of this thread block.
 
-    The grid is (any, query heads, batch entries). ``group`` is the number of query heads per K/V
-    head, and query head h has the K/V head h // group. If ``spec.grouped`` is false, the K/V head
-    is h, and the kernel saves the registers of the division. If several query heads share a tile,
-    the second number of the grid counts groups of ``spec.tile_heads`` query heads.
+    In the grid, y is the number of the query head, and z is the batch entry. ``group`` is the
+    number of query heads per K/V head, and query head h has the K/V head h // group. If
+    ``spec.grouped`` is false, the K/V head is h. The kernel then needs no registers for a division.
+    If several query heads share a tile, y is the number of a group of ``spec.tile_heads`` query
+    heads.
     """
     grouped, lengths, of_tile = spec.grouped, make_lengths(spec), spec.tile_heads
 
@@ -189,8 +190,9 @@ def make_query_head(spec):
     """Make ``query_head(rows, columns, options)``, which returns the ``Head`` record of this thread
     block, for kernels that read neither K nor V.
 
-    The grid is (any, query heads, batch entries). The field ``hk`` of the result is the query head,
-    not the K/V head. ``rows`` and ``columns`` are the arguments of ``lengths``.
+    In the grid, y is the number of the query head, and z is the batch entry. The field ``hk`` of
+    the result is the query head, not the K/V head. ``rows`` and ``columns`` are the arguments of
+    ``lengths``.
     """
     lengths = make_lengths(spec)
 
@@ -208,10 +210,10 @@ def make_heads_of_group(spec):
     """Make ``heads_of_group(Q, K, group, options)``, which returns the query heads of a block's K/V
     head.
 
-    The grid is (any, K/V heads, batch entries). ``group`` is the number of query heads per K/V
-    head. The result is the ``Head`` of the first query head, and the number of query heads. If
-    ``spec.grouped`` is false, the number is 1 at compile time, so that the compiler removes the
-    loop over heads.
+    In the grid, y is the number of the K/V head, and z is the batch entry. ``group`` is the number
+    of query heads per K/V head. The result is the ``Head`` of the first query head, and the number
+    of query heads. If ``spec.grouped`` is false, the number is 1 at compile time, so that the
+    compiler removes the loop over heads.
     """
     grouped, lengths = spec.grouped, make_lengths(spec)
 

@@ -59,9 +59,10 @@ def _make_place(width, step, heads=1):
     """Make ``place(thread, n)``, which converts row (or column) number n of a thread to a row (or
     column) of a tile.
 
-    A thread holds runs of ``width`` neighbouring rows. The first rows of two consecutive runs are
-    ``step`` rows apart. ``thread`` is the first row of the thread's first run, divided by
-    ``width``. If ``heads`` query heads share the tile, the result is the row within its head.
+    ``thread`` is ty for rows and tx for columns. A thread holds runs of ``width`` neighbouring
+    rows. The thread's first run begins at row ``thread * width``. The first rows of two consecutive
+    runs are ``step`` rows apart. If ``heads`` query heads share the tile, the result is the row
+    within its head.
     """
 
     def place(thread, n):

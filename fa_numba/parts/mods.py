@@ -1,5 +1,5 @@
-"""The user's functions, applied to a tile of scores in registers: ``score_mod``, its slope, and
-``mask_mod``.
+"""The user's functions ``score_mod`` and ``mask_mod``, and the slope of ``score_mod``, applied to a
+tile of scores in registers.
 
 The slope is the derivative of ``score_mod`` with respect to the score. ``mods.Text`` contains the
 source text of such a function for kernels.
@@ -11,10 +11,10 @@ column of the matrix for these elements.
 
 Names in this module:
 
-- ``place`` is a tuple (row, column, origin) of an element. ``origin`` is the first of the thread's
-  rows or columns. ``_make_each`` says which.
-- ``kept`` is a tuple of two register arrays: sums of gradients that are added to global memory
-  later, and the positions of these sums.
+- ``place`` is a tuple (row, column, origin) of an element. ``origin`` is the thread's first row if
+  the thread has more rows than columns, otherwise the thread's first column.
+- ``kept`` is normally a tuple of two register arrays: sums of gradients that are added to global
+  memory later, and the positions of these sums.
 """
 
 import math
@@ -39,8 +39,8 @@ _distance = device_function(masks.distance)
 
 @part
 def make_apply_score_mod(spec, unit):
-    """Make ``apply_score_mod(rS, scale, tile)``, which replaces each S in rS by ``unit`` times
-    score_mod(``scale`` S).
+    """Make ``apply_score_mod(rS, scale, tile)``, which replaces each element s of rS by ``unit``
+    times score_mod(``scale`` s).
 
     ``unit`` is log2(e) if the result is to be in units of log2, otherwise 1.
     """
@@ -61,10 +61,11 @@ def make_apply_score_mod(spec, unit):
 def make_slopes(spec):
     """Make ``slopes(rG, rS, scale, tile)``, which stores the derivative of each score in rG.
 
-    rS holds the product Q KT. The derivative is with respect to the score before the cap, which is
-    Q KT times the scale of the call. It is the product of two derivatives: that of the cap, 1 -
-    tanh(``scale`` Q KT)^2, and that of ``score_mod``. With a cap, ``scale`` is the scale of the
-    call divided by the cap. If all derivatives are 1, none is stored.
+    rS holds the product Q KT. The derivative is taken with respect to the score before the cap,
+    which is Q KT times the scale of the call. It is the product of two factors: the derivative of
+    the cap, 1 - tanh(``scale`` Q KT)^2, and the derivative of ``score_mod``. With a cap, ``scale``
+    is the scale of the call divided by the cap. If all derivatives are 1, the function stores no
+    derivative.
 
     The gradients of captured arrays can depend on the scores before ``score_mod``. If they do,
     these scores are stored in rG after the derivatives.
@@ -99,9 +100,10 @@ def make_p_and_ds(spec, values_of, ds_of):
 
     The arguments are:
 
+    - ``given`` is a tuple, which is passed to ``values_of``. Its first element is the tuple
+      ``kept``: sums for the gradients of captured arrays.
     - ``values_of(given, e)`` returns L in units of log2, D, and whether dropout keeps element e.
     - ``ds_of(p, dp, d, options)`` returns P o (dP - D) of one element.
-    - ``given[0]`` is the tuple ``kept``: sums for the gradients of captured arrays.
     """
     of_one = _make_p_and_ds(spec, values_of, ds_of)
     return _make_each(spec, 0, of_one, _chunk_of(spec.features.score_mod))
@@ -114,6 +116,7 @@ def make_pairs(spec, of_pair):
 
     A pair consists of the registers e and e + 1, whose elements are in neighbouring rows. The call
     is ``of_pair(rG, rS, e, given, place, head)``, where ``place`` is the position of element e.
+    ``given`` is passed to ``of_pair`` unchanged.
     """
     return _make_each(spec, 0, of_pair, max(1, _chunk_of(spec.features.score_mod) // 2), rows=2)
 
@@ -138,13 +141,12 @@ def _make_each(spec, first, of_one, chunk, rows=1):
     """Make ``each(rG, rS, scale, tile)``, which calls ``of_one`` for the elements of the thread,
     from element number ``first`` on.
 
-    The call is ``of_one(rG, rS, e, scale, place, head)``, where the element is in register e of rS.
-    With ``rows`` above 1, ``of_one`` is called only for the first of every ``rows`` rows of the
-    thread. In ``place``, ``origin`` is the thread's first row if the thread has more rows than
-    columns, otherwise the thread's first column.
+    The call is ``of_one(rG, rS, e, scale, place, head)``, where e is the register of the element in
+    rS, and ``place`` is the position of the element. With ``rows`` above 1, ``of_one`` is called
+    only for the first of every ``rows`` rows of the thread.
 
-    The loop over elements is unrolled. Therefore one function handles only ``chunk`` elements. It
-    then calls a further function, made by this factory too, for the remaining elements.
+    The compiler unrolls the loop over elements. One function therefore handles only ``chunk``
+    elements. Then it calls the function for the remaining elements, which this factory also makes.
     """
     TN, (EI, EJ), COUNT = spec.TN, spec.element_steps, spec.TM * spec.TN // rows
     row_of, column_of, by_rows = make_row(spec), make_column(spec), spec.TM > TN
@@ -201,9 +203,9 @@ def _make_changed(spec, unit):
     """Make ``changed(rG, rS, e, scale, place, head)``, which replaces the element in register e of
     rS by the result of ``score_mod``, multiplied by ``unit``.
 
-    Before the call, the element is the score multiplied by the factor that the text of
-    ``score_mod`` needs (``make_score_factor``). If the kernel adds up rows of S, rows beyond the
-    matrix keep their zeros.
+    Before the call, the element must be the product Q KT times the factor that
+    ``make_score_factor`` finds for ``score_mod``. If the kernel adds up rows of S, elements in rows
+    beyond the matrix are not changed: they must remain 0. ``rG`` and ``scale`` are not used.
     """
     mod, keeps = spec.features.score_mod, spec.sums_rows
     score_mod = called(mod and mod.value)
@@ -286,6 +288,8 @@ def make_add_captured(spec):
 def _make_captured(spec):
     """Make ``captured(rG, rdS, e, kept, place, head)``, which adds the contribution of one element
     of S to the gradients of captured arrays.
+
+    The element is in register e. ``rdS`` holds dS, and ``rG`` holds what ``slopes`` has stored.
     """
     keeps, AT = spec.features.keeps_scores, spec.TM * spec.TN if spec.features.slopes else 0
     add = _make_add_of_one(spec)
@@ -354,10 +358,11 @@ def make_add_sums(spec):
 
     There are two kinds of sums:
 
-    - Sums for array elements that depend on neither row nor column. They are first added over the
-      lanes of a warp. Then one lane adds the result to global memory.
-    - Sums for array elements that neighbouring scores can share. They are first added over the
-      lanes of a warp if all lanes have the same position.
+    - Sums for array elements whose position depends on neither the row nor the column of the score.
+      These sums are first added over the lanes of a warp. Then one lane adds the result to global
+      memory.
+    - Sums for array elements that neighbouring scores can share. These sums are first added over
+      the lanes of a warp if all lanes have the same position.
     """
     gradient = _gradient(spec.features)
     SHARED, MERGED = (gradient.shared, gradient.merged) if gradient is not None else (0, 0)
@@ -411,10 +416,11 @@ def _make_join_lanes(spec):
 
 
 def _later(gradient):
-    """Return two source texts: the functions ``Gradient.rest`` and ``Gradient.flush``, which add
-    sums to gradients in global memory.
+    """Return the source texts of the two functions that add sums to gradients in global memory
+    after the last score.
 
-    Without a gradient, both are None.
+    The functions are ``Gradient.rest`` and ``Gradient.flush``. If ``gradient`` is None, both texts
+    are None.
     """
     return (None, None) if gradient is None else (gradient.rest, gradient.flush)
 
@@ -559,16 +565,17 @@ def _make_hidden(spec):
 def hidden_score(stays):
     """Return the number that is stored in place of a hidden score.
 
-    After masking, a kernel may compute the slopes of ``score_mod`` from the masked scores. It then
-    calls a function that was written for this purpose. ``stays`` is the ``mods.Text`` of this
-    function, or None. The function may begin with an inner function, such as tanh, to which the
-    kernel then applies the scores before it masks them.
+    Normally, a kernel computes ``score_mod`` before it hides scores. ``stays`` is then None. Some
+    backward kernels for Hopper hide scores first, and compute ``score_mod`` and its derivative
+    later, together with dS. ``stays`` is then the ``mods.Text`` of the later computation
+    (``Spec.stays``). The text can have an inner function, such as tanh. The kernel applies the
+    inner function before it hides scores.
 
     | case | number |
     |---|---|
-    | no function (``stays`` is None) | -inf |
-    | a function with an inner function | -2, which the inner function never returns |
-    | a function without an inner function | the lowest finite float32 |
+    | ``stays`` is None | -inf |
+    | ``stays`` has an inner function | -2, which the inner function never returns |
+    | ``stays`` has no inner function | the lowest finite float32 |
     """
     if stays is None:
         return NEG_INF
@@ -585,8 +592,9 @@ def make_score_factor(text):
     """Make ``score_factor(scale, options)``, which returns the factor that turns Q KT into the
     argument of a user's function.
 
-    ``text`` is the ``mods.Text`` of the function, or None. If the text has no factor of its own, or
-    is None, the result is ``scale``.
+    ``text`` is the ``mods.Text`` of the user's function, or None. Normally the factor is ``scale``.
+    A text can also contain a function that computes the factor. For example, if the user's function
+    is ``2 * tanh(score / 50)``, the factor can be ``scale`` / 50.
     """
 
     def score_factor(scale, options):
@@ -597,10 +605,10 @@ def make_score_factor(text):
 
 @part
 def make_inner(text):
-    """Make ``inner(score)``, which applies the inner function of ``text``, a ``mods.Text``, to a
-    score.
+    """Make ``inner(score)``, which applies the inner function of a ``mods.Text`` to a score.
 
-    If there is no inner function, the score is returned unchanged.
+    For example, if the user's function is ``2 * tanh(score / 50)``, the inner function can be tanh.
+    If ``text`` is None or has no inner function, the score is returned unchanged.
     """
 
     def inner(score):
@@ -616,14 +624,17 @@ def _slope_text(features):
 
 
 def _chunk(*texts):
-    """Return the number of elements that one function with these source texts handles.
+    """Return the number of elements of a tile that one device function handles.
 
-    The compiler unrolls the loop over the elements. The number is therefore smaller for long texts.
+    ``texts`` are source texts that are compiled for each element. The compiler unrolls the loop
+    over the elements. The number is therefore smaller for long texts.
     """
     lines = max((len(text.splitlines()) for text in texts if text), default=1)
     return max(1, min(AT_A_TIME, LINES // lines))
 
 
 def _chunk_of(mod):
-    """Return the number of elements that one function with the source texts of ``mod`` handles."""
+    """Return the number of elements of a tile that one device function handles if it calls ``mod``
+    for each element.
+    """
     return _chunk(mod and mod.value.text, mod and mod.slope.text)

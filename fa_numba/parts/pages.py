@@ -39,9 +39,9 @@ def turns_in_a_page(page_size, rows, threads, width):
     """Return the number of consecutive turns of a thread whose rows are in one page.
 
     ``threads`` threads copy a tile of ``rows`` rows in several turns. ``width`` threads copy one
-    row, so that the threads copy threads / width rows in one turn. The result is the number of
-    turns for which a thread needs only one look-up of the page. It is 1 if a run of ``common_rows``
-    rows does not consist of complete turns.
+    row. In one turn, the threads therefore copy threads / width rows. A run of ``common_rows`` rows
+    is always in one page. If the run takes several complete turns, a thread looks up the page only
+    once for these turns, and the result is the number of these turns. Otherwise the result is 1.
     """
     down, rest = divmod(threads, width)
     common = common_rows(page_size, rows)

@@ -13,10 +13,10 @@ def next_row_tile(spec, load_q):
     """Make ``load_next_q(sQ, Q, visit, i0, i_end, rows_end)``, which starts to load the row tile
     that comes after row tile i0.
 
-    ``visit`` is the word of row tile i0 (``visits.row_ahead``). ``load_q`` is the device function
-    that copies a row tile to sQ. ``rows_end`` is one past the last valid row. The result is the
-    first row of the next row tile. If there is none, nothing is loaded, and the result is at or
-    past ``i_end``.
+    ``visit`` is the result of ``visits.row_ahead`` for row tile i0. ``load_q`` is the device
+    function that copies a row tile to sQ. ``rows_end`` is one past the last valid row. The result
+    is the first row of the next row tile. If there is no next row tile, nothing is loaded, and the
+    result is at or past ``i_end``.
     """
     row_after = make_row_after(spec)
 
@@ -35,8 +35,8 @@ def next_column_tile(spec, load_k):
     tile that row tile i0 visits after column tile j0.
 
     ``load_k`` is the device function that copies a column tile to sK. ``rows_end`` is one past the
-    last valid row of K. The result is the first column of the next column tile. If there is none,
-    nothing is loaded, and the result is at or past ``j_end``.
+    last valid row of K. The result is the first column of the next column tile. If there is no next
+    column tile, nothing is loaded, and the result is at or past ``j_end``.
     """
     Bc, next_column = spec.Bc, make_next_column(spec)
 

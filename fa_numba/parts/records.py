@@ -27,7 +27,11 @@ class GroupThread(NamedTuple):
 
 
 class Warp(NamedTuple):
-    """The part of a tile that a warp computes in the backward pass on unit ``mma``."""
+    """The part of a tile that a warp computes in the backward pass on unit ``mma``.
+
+    The part of S begins at row ``row`` and column ``column``. The part of dK and dV begins at row
+    ``column`` and column ``chunk``.
+    """
 
     row: Any  # the warp's first row of S
     column: Any  # the warp's first column of S, which is its first row of dK and dV
@@ -35,8 +39,8 @@ class Warp(NamedTuple):
 
 
 class Head(NamedTuple):
-    """A query head of one batch entry, with the number of its K/V head, its valid lengths and the
-    call's options.
+    """A query head of one batch entry: the numbers of the batch entry, the query head and the K/V
+    head, the valid lengths, and the call's options.
 
     If several query heads share a row tile, ``h`` is the number of a group of such heads.
     """
@@ -50,7 +54,11 @@ class Head(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """The position of one tile of scores, and the part of it that this thread holds."""
+    """The position of one tile of scores, and the part of the tile that this thread holds.
+
+    The tile begins at row ``i0`` and column ``j0`` of S, in the query head ``head``. The position
+    ``thread`` of the thread decides which elements it holds.
+    """
 
     i0: Any  # the first row
     j0: Any  # the first column
@@ -71,7 +79,13 @@ class Slot(NamedTuple):
 
 
 class WorkTile(NamedTuple):
-    """The work tile that a persistent thread block computes next: a row tile or one split of it."""
+    """The work tile that a persistent thread block computes next: a row tile, or one key split of a
+    row tile.
+
+    ``i0`` is the first row, ``h`` is the query head, and ``b`` is the batch entry. ``split`` is the
+    number of the key split, or 0 without key splits. If several query heads share the row tile,
+    ``h`` is the number of their group.
+    """
 
     i0: Any  # the first row
     h: Any  # the query head, or the group of query heads that share the row tile
@@ -80,7 +94,13 @@ class WorkTile(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """The values that the tile scheduler of a persistent thread block uses."""
+    """The values that the tile scheduler of a persistent thread block uses.
+
+    ``words`` are the words in shared memory that describe work tiles. ``tiles`` is the number of
+    work tiles of the launch. ``taken`` is a counter in global memory of the work tiles that blocks
+    have taken. ``group`` is the number of query heads per K/V head. The other fields are the arrays
+    Q and K, and the options of the call.
+    """
 
     words: Any  # shared memory: WORK_WORDS words for each slot of Q; then, with a block mask, one
     # word for each slot of K
@@ -108,7 +128,9 @@ class Shared(NamedTuple):
 class SharedWithO(NamedTuple):
     """The shared memory of FlashAttention-1's forward kernel (Hopper).
 
-    It has the tiles and barriers of ``Shared``, tiles of O, and words about a block mask.
+    It has the tiles and barriers of ``Shared``, and slots of O in float32. With a block mask, it
+    also has one word for each consumer's part of a slot of Q. The word says which row tile comes
+    next.
     """
 
     sQ: Any
@@ -120,7 +142,10 @@ class SharedWithO(NamedTuple):
 
 
 class Out(NamedTuple):
-    """The arrays that FA-2's forward kernel writes (Hopper)."""
+    """The arrays that FA-2's forward kernel writes (Hopper): O and L.
+
+    ``rows`` is the number of rows of the array Q.
+    """
 
     O: Any
     L: Any
@@ -142,7 +167,8 @@ class State(NamedTuple):
 class BlockOut(NamedTuple):
     """The arrays in global memory that a thread block of FlashAttention-1 writes (Hopper).
 
-    O and L are results. A, l and m are the state between the passes, as in ``State``.
+    O and L are results. A, l and m are the state between the passes, as in ``State``. ``rows`` is
+    one past the block's last row, including padding.
     """
 
     O: Any
@@ -156,7 +182,8 @@ class BlockOut(NamedTuple):
 class BlockRows(NamedTuple):
     """The work of a thread block of FlashAttention-1 (Hopper): a head, and a range of rows of Q.
 
-    The range can include padding: rows past the valid length.
+    The rows are ``i_first`` to ``i_last`` - 1. They can include padding: rows past the valid
+    length.
     """
 
     head: Head
@@ -165,7 +192,11 @@ class BlockRows(NamedTuple):
 
 
 class Box(NamedTuple):
-    """The position of a TMA tile in an array, as coordinates of the array's tensor map."""
+    """The position of a TMA tile in an array, as coordinates of the array's tensor map.
+
+    Normally ``outer`` is the batch entry, ``inner`` is the head, and ``row`` is the row. If
+    sequences end within the array, the tensor map has other coordinates (``TiledArray``).
+    """
 
     outer: Any  # the batch entry; WRAPS if sequences end within the array (``TiledArray``)
     inner: Any  # the head; the result of ``load.end_of`` if sequences end within the array
@@ -189,7 +220,12 @@ class KeyTileHead(NamedTuple):
 
 
 class KeyTile(NamedTuple):
-    """The work of a thread block in FA-2's backward pass (Hopper): column tile, heads and rows."""
+    """The work of a thread block in FA-2's backward pass (Hopper): a column tile, and the query
+    heads and rows that visit the column tile.
+
+    The column tile begins at column ``j0``. ``head`` is the first query head, and ``h_end`` is one
+    past the last query head. In each head, the rows of Q are ``i_first`` to ``i_end`` - 1.
+    """
 
     j0: Any  # the first column of the column tile
     head: Any  # the first query head
@@ -213,7 +249,10 @@ class BackwardShared(NamedTuple):
     """The shared memory of a backward kernel of FA-2 for Hopper.
 
     The shapes are ``sK: (Bc, d)``, ``sV: (Bc, d_v)`` and, for each slot, ``sdS: (Bc, Br)``, with a
-    row for each column of S. ``sdQ`` has ``spec.query_floats`` elements in float32.
+    row for each column of S. ``sdQ`` has ``spec.query_floats`` elements in float32. With dropout,
+    ``sB`` has one bit for each element of S, which says whether dropout keeps the element.
+    ``words`` describe the block's key tile (``wgmma.key_tiles``). ``bars`` are the barriers of the
+    pipelines.
     """
 
     sK: Any
@@ -278,7 +317,8 @@ class QueryRows(NamedTuple):
 class WideShared(NamedTuple):
     """The shared memory of the backward kernel for head dimensions above 128 (Hopper).
 
-    It has a tile of ST in float32 for each slot (sS), and no tiles of dS and dQ.
+    ``sS`` has a tile of ST in float32 for each slot. There are no tiles of dS and dQ.
+    ``BackwardShared`` explains the other fields.
     """
 
     sK: Any
@@ -293,7 +333,9 @@ class WideShared(NamedTuple):
 class Fa1BackwardShared(NamedTuple):
     """The shared memory of FlashAttention-1's backward kernel (Hopper).
 
-    It has tiles of O, because the kernel loads O in addition to dO. It has no tile of dQ.
+    It has tiles of O, because the kernel loads O in addition to dO. It has no tile of dQ. With a
+    block mask, ``words`` has two words for each slot, which say which visit comes next. ``bars``
+    are the barriers of the pipelines.
     """
 
     sK: Any

@@ -53,9 +53,10 @@ def make_scale_and_mask(spec):
     ``options.softcap`` multiplies the tanh of the cap. It is in units of log2, or in natural units
     if a ``score_mod`` follows.
 
-    In some backward kernels the scores stay in registers until dS (``spec.stays``). The function
-    then only multiplies by the factor and applies the inner function of ``spec.stays``, and sets
-    hidden elements to ``mods.hidden_score``.
+    Some backward kernels for Hopper compute ``score_mod``, the ALiBi bias and the bias later,
+    together with dS (``spec.stays`` is not None). For these kernels, the function has fewer steps:
+    it multiplies by a factor, applies the inner function of the text ``spec.stays``, and hides
+    elements. Hidden elements become ``mods.hidden_score``.
     """
     return _without_bias_read(_make_scale_and_mask(spec, LOG2E, hides_blocks=False))
 
@@ -76,16 +77,19 @@ def make_scale_bias_and_mask(spec):
     """Make ``scale_bias_and_mask(rS, rBS, scale, tile)``, which works as ``scale_and_mask`` but
     uses values in the registers ``rBS``.
 
-    ``rBS`` contains the bias or the state of the tile's block. The function ``read_bias_or_state``
-    or a function of ``parts.wgmma.listed`` has read these values before.
+    ``rBS`` contains this thread's part of the bias, or the state of the tile's block in the block
+    mask (``parts.bias``). The function ``read_bias_or_state`` or a function of
+    ``parts.wgmma.listed`` has read these values before.
     """
     return _make_scale_and_mask(spec, LOG2E, hides_blocks=False, ahead=True)
 
 
 @part
 def _without_bias_read(scale_and_mask):
-    """Make ``scale_and_mask(rS, scale, tile)`` from a function with the further argument ``rBS``,
-    which the function does not read.
+    """Make ``scale_and_mask(rS, scale, tile)``, which calls a function with the arguments (rS, rBS,
+    scale, tile).
+
+    The called function does not read ``rBS``. The call therefore passes rS as ``rBS``.
     """
 
     def without(rS, scale, tile):

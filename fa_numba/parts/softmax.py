@@ -118,8 +118,8 @@ def make_rescale_rows(spec):
     m_new) in rf.
 
     In a long row, m seldom changes, and f is 1. If a thread holds more than LARGEST_SCALED
-    registers of O, it skips the product when every f is 1. If it holds fewer, it always multiplies,
-    because these instructions can run between others.
+    registers of O, it skips the multiplication when every f is 1. If it holds fewer, it always
+    multiplies: without a branch, the multiplications can run between other instructions.
     """
     TM, tests = spec.TM, spec.TM * 4 * spec.DN > LARGEST_SCALED
     scale_rows = make_scale_rows(spec)
@@ -206,10 +206,10 @@ def make_row_maximum(spec):
     """Make ``row_maximum(rS, i, scale, m)``, which returns the new maximum m of the thread's row
     number i.
 
-    It is the larger one of the argument ``m``, the maximum of the columns before, and the maximum
-    of the row in this tile. The lanes that share the row exchange their maxima. With
-    ``spec.folds_scale``, rS holds products without the scale, and their maximum is multiplied by
-    ``scale``.
+    The result is the larger one of two numbers: the argument ``m``, which is the maximum of the
+    columns before this tile, and the maximum of the row in this tile. The lanes that share the row
+    exchange their maxima. With ``spec.folds_scale``, rS holds products without the scale, and their
+    maximum is multiplied by ``scale``.
     """
     TN, TX, STEP, folds = spec.TN, spec.tx_count, spec.lane_step, spec.folds_scale
 

@@ -2,9 +2,11 @@
 m.
 
 Several thread blocks share a row tile, and each block computes a softmax over its own columns. A
-later kernel merges their results. The blocks store m instead of a logsumexp. The merge computes
-e^(m_split - m), which is exact near 1, because m is a score. A logsumexp would be a rounded number,
-which would give visible errors if scores are large.
+later kernel merges their results. A block stores m, the maximum of its scores, instead of a
+logsumexp. The merge multiplies the block's O and l by e^(m_block - m), where m is the largest
+m_block. Both numbers are equal to scores. If both are about equal, their difference has no rounding
+error. A logsumexp would be a rounded number. If scores are large, its error would be visible in the
+result.
 """
 
 from fa_numba.device import uint32

@@ -77,8 +77,8 @@ def make_backward_passes(spec):
     """Make ``backward_passes(columns)``, which returns one past the last column of the outer loop
     in FA-1's backward pass.
 
-    ``columns`` is the number of keys, and normally the result. A packed sequence can have no keys.
-    For this sequence the result is 1, because the first pass also writes dQ = 0.
+    Normally the result is ``columns``, the number of keys. A packed sequence can have no keys. The
+    result is then 1, so that there is a first pass, which writes dQ = 0.
     """
     packed = spec.features.packed
 
@@ -99,8 +99,8 @@ def make_own_rows(spec):
     of the head. Each block has ``split_rows`` rows. Without query splits, this is the number of all
     rows.
 
-    The first blocks of the grid have the last rows. With a causal mask, these rows see the most
-    columns, so that the last blocks to run are short.
+    The first blocks of the grid have the last rows. With a causal mask, the last rows see the most
+    columns. The blocks that start last therefore have the least work.
     """
 
     def own_rows(split_rows, rows):
@@ -327,13 +327,15 @@ def make_sees_more(spec):
 
 @part
 def make_is_unseen(spec):
-    """Make ``is_unseen(i0, head)``, which says whether the kernel must initialise row tile i0
-    before its loop.
+    """Make ``is_unseen(i0, head)``, which says whether the kernel must initialise O, l and m (or
+    dQ) of row tile i0 before its loops.
 
-    The kernel calls it only if the first pass can skip row tiles (``features.initialises``). With a
-    block mask, the result is true if no visit initialises O, l and m (or dQ) for some row of the
-    tile: no column tile is visited, or some rows are past the valid length. Without a block mask,
-    the result is always true.
+    The kernel calls it only if the first pass can skip row tiles (``features.initialises``).
+    Without a block mask, the result is always true. With a block mask, the result is true in two
+    cases:
+
+    - The row tile visits no column tile.
+    - With ``q_lens``, some rows of the row tile are past the valid length.
     """
     Br, sparse, q_lens = spec.Br, spec.features.sparse, spec.features.q_lens
     columns_seen = make_columns_seen(spec)
@@ -350,12 +352,12 @@ def make_is_unseen(spec):
 
 @part
 def make_visit_ahead(spec):
-    """Make ``visit_ahead(i_next, i0, j0, head)``, which returns one 32-bit word about the visit of
+    """Make ``visit_ahead(i_next, i0, j0, head)``, which returns a 32-bit word about the visit of
     row tile i0 and column tile j0.
 
     | part of the word | meaning |
     |---|---|
-    | number | ``i_next``: the first row of the row tile that comes after i0 |
+    | bits below STARTS | ``i_next``: the first row of the row tile that comes after i0 |
     | bit MORE | whether row tile i0 visits a column tile after j0 |
     | bit STARTS | whether j0 is the first column tile that row tile i0 visits |
     """
@@ -379,13 +381,15 @@ def make_visit_ahead(spec):
 
 @part
 def make_row_ahead(spec):
-    """Make ``row_ahead(i0, i_end, j0, head)``, which returns the word of ``visit_ahead`` for the
-    visit of row tile i0 and column tile j0.
+    """Make ``row_ahead(i0, i_end, j0, head)``, which returns a 32-bit word about the visit of row
+    tile i0 and column tile j0.
+
+    With a block mask, the result is the word that ``visit_ahead`` returns. ``row_ahead`` reads the
+    lists of the block mask, and kernels call it long before they need the word. Without a block
+    mask, the result is i0, and the functions with an argument ``visit`` ignore it.
 
     ``i_end`` is one past the last row of the pass. If i0 is at or past ``i_end``, there is no
-    visit, and the result must not be used. Without a block mask, the result is i0, and the
-    functions that take a word ``visit`` ignore it. By this function a kernel reads the lists of a
-    block mask early.
+    visit, and the result must not be used.
     """
     Br, Bc, sparse, visit_ahead = spec.Br, spec.Bc, spec.features.sparse, make_visit_ahead(spec)
 
@@ -402,14 +406,16 @@ def make_row_ahead(spec):
 
 @device_function
 def next_by(visit):
-    """Return the first row of the next row tile, from the word ``visit`` of ``visit_ahead``."""
+    """Return the first row of the next row tile, from ``visit``, a word that ``visit_ahead`` has
+    made.
+    """
     return uint32(visit & uint32(STARTS - 1))
 
 
 @device_function
 def more_by(visit):
-    """Return whether the row tile visits a later column tile, from the word ``visit`` of
-    ``visit_ahead``.
+    """Return whether the row tile visits a later column tile, from ``visit``, a word that
+    ``visit_ahead`` has made.
     """
     return uint32(visit & uint32(MORE)) != uint32(0)
 
@@ -419,8 +425,8 @@ def make_row_after(spec):
     """Make ``row_after(visit, i0)``, which returns the first row of the row tile that is visited
     after row tile i0.
 
-    With a block mask the result comes from the word ``visit`` of ``visit_ahead``. Otherwise it is
-    i0 + Br.
+    With a block mask, the result comes from ``visit``, a word that ``visit_ahead`` has made.
+    Otherwise it is i0 + Br.
     """
     Br, sparse = spec.Br, spec.features.sparse
 
@@ -437,8 +443,8 @@ def make_row_sees_more(spec):
     """Make ``row_sees_more(visit, i0, j0, head)``, which says whether row tile i0 visits a column
     tile after column tile j0.
 
-    With a block mask the result comes from the word ``visit`` of ``visit_ahead``. Otherwise it
-    comes from ``sees_more``.
+    With a block mask, the result comes from ``visit``, a word that ``visit_ahead`` has made.
+    Otherwise it comes from ``sees_more``.
     """
     sparse, sees_more = spec.features.sparse, make_sees_more(spec)
 
@@ -456,12 +462,13 @@ def make_row_starts(spec):
     O, l and m (or dQ).
 
     If the result is true, the visit starts from O = 0, l = 0 and m = -inf (or dQ = 0). Otherwise it
-    reads the values from global memory.
+    reads the values from global memory. If ``features.initialises`` is true, the kernel can store
+    initial values before its loops.
 
     | case | when the result is true |
     |---|---|
-    | block mask | in the first visit of the row tile, as the word ``visit`` says |
-    | no block mask, but ``features.initialises``: arrays are initialised before the loop | never |
+    | block mask | in the row tile's first visit, as bit STARTS of the word ``visit`` says |
+    | no block mask, and ``features.initialises`` | never |
     | otherwise | in the pass over the column tile at column 0 |
     """
     sparse, initialises = spec.features.sparse, spec.features.initialises

@@ -32,13 +32,13 @@ _LEAST, _MOST = float32(2.0**-100), float32(2.0**126)
 
 @part
 def make_units(spec):
-    """Make ``units(scale, head)``, which returns two factors: one for the scores and one for the
-    output.
+    """Make ``units(scale, head)``, which returns two factors: one for the product Q KT and one for
+    the product P V.
 
-    The first factor is multiplied by the product Q KT of planes, and gives ``scale`` times the
-    scores. The second factor is multiplied by the product P V of planes, and gives the output. With
-    dropout, the second factor contains 1 / (1 - dropout_p). If the kernel does not work with
-    planes, the results are ``scale`` and 1.
+    The kernel multiplies the product Q KT of planes by the first factor. The result is ``scale``
+    times Q KT. The kernel multiplies the product P V of planes by the second factor. The result is
+    the output. With dropout, the second factor contains 1 / (1 - dropout_p). If the kernel does not
+    work with planes, the two factors are ``scale`` and 1.
     """
     scaled, packed = spec.features.scaled, spec.features.packed
     drops = spec.features.dropout and spec.planes > 1
@@ -62,8 +62,8 @@ def power_of_two(size):
     """Return the power of two by which an array is multiplied before it is split into float16
     planes.
 
-    ``size`` is the largest absolute value of the array. After the product, the largest element is
-    at least 2^13 and below 2^14, if ``size`` is between 2^-100 and 2^126.
+    ``size`` is the largest absolute value of the array. If ``size`` is between 2^-100 and 2^126,
+    the largest absolute value after the multiplication is at least 2^13 and below 2^14.
     """
     return TARGET * inverse_power(min(maximum(size, _LEAST), _MOST))
 
@@ -82,8 +82,8 @@ def make_split(dtype, planes):
 def _make_split(dtype, planes):
     """Make the function ``split`` that ``make_split`` describes.
 
-    One function stores the first of ``planes`` planes. It then calls a further function, made by
-    this factory too, for the remaining planes.
+    ``split`` stores the first plane of both numbers. The function for one plane less, which this
+    factory also makes, stores the further planes.
     """
     pack, unpack = conversions(dtype)
     rest = _make_split(dtype, planes - 1) if planes > 1 else _nothing
@@ -113,11 +113,11 @@ def pairs_of_planes(planes):
 
 @part
 def make_score_factor(spec):
-    """Make ``score_factor(scale, head)``, which returns the factor by which the product Q KT is
-    multiplied.
+    """Make ``score_factor(scale, head)``, which returns the factor by which the product Q KT of
+    planes is multiplied.
 
-    The result of the multiplication is ``scale`` times the scores. With scaled planes, the factor
-    also undoes the powers of two of Q and K. Otherwise it is ``scale``.
+    The result of the multiplication is ``scale`` times Q KT. Normally the factor is ``scale``. With
+    scaled planes, the factor also undoes the powers of two of Q and K.
     """
     scaled, packed = spec.features.scaled, spec.features.packed
 

@@ -27,8 +27,8 @@ def write_halves(spec, cols_end=None):
     """Make ``write_rows(rO, O, row0, rows_end, thread)``, which rounds a thread's part of a tile
     and writes it to global memory.
 
-    ``make_write_rows`` explains the arguments. ``cols_end`` is the number of columns of O. None
-    means the number of columns of the output.
+    ``make_write_rows`` explains the arguments. Columns at or past ``cols_end`` are not written.
+    None means the number of columns of attention's output.
     """
     TM, DN4, STEP = spec.TM, 4 * spec.DN, spec.row_step
     write_two, owns = make_write_two(spec, cols_end), make_owns(spec)

@@ -22,11 +22,13 @@ class ChunkMap:
     """Which chunks of a tile each thread copies. A chunk is eight 16-bit elements of a row.
 
     The tile has ``rows`` rows of ``chunks`` chunks. The copy takes several turns. In one turn, each
-    of the ``threads`` threads copies one chunk. Together they copy a rectangle: ``width``
-    neighbouring chunks in each of ``down`` rows. ``width`` divides both ``chunks`` and ``threads``.
+    of the ``threads`` threads copies one chunk. Together the threads copy a rectangle of ``down``
+    rows. In each row, the rectangle has ``width`` chunks, which are ``right`` elements. After
+    ``along`` turns, these rows are complete, and the next turn begins ``down`` rows further down.
 
-    Therefore the thread's n-th chunk has a constant distance from its first chunk:
-    ``n // along * down`` rows below and ``n % along * right`` elements to the right.
+    ``width`` divides both ``chunks`` and ``threads``. The distance from a thread's first chunk to
+    its n-th chunk is therefore equal for all threads: ``n // along * down`` rows down, and ``n %
+    along * right`` elements to the right.
     """
 
     rows: int

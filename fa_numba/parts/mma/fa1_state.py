@@ -29,7 +29,7 @@ def make_initialise(spec):
     | case | row tiles | arrays of O |
     |---|---|---|
     | no block mask | all | ``O``, and without planes also ``A`` |
-    | block mask | those with rows that no visit initialises | ``O`` |
+    | block mask | those that visit no column tile, or have rows past ``q_lens`` | ``O`` |
 
     The row tiles are those from row ``row0`` to row ``rows_end`` - 1 of the head. ``rO``, ``rl``
     and ``rm`` are registers that the function may overwrite.
@@ -63,7 +63,8 @@ def make_read_state(spec):
 
     If global memory contains no state of the row tile yet, the function reads nothing. It then sets
     O = 0, l = 0 and m = -inf. With a sink s, it sets O = 0, l = 1 and m = s.
-    ``visits.make_row_starts`` finds this case from the word ``visit``.
+    ``visits.make_row_starts`` finds this case from ``visit``, a 32-bit integer about the visit
+    (``visits.make_row_ahead``).
     """
     row_starts, read_fragments = make_row_starts(spec), make_read_fragments(spec)
     in_place = spec.planes > 1
@@ -89,7 +90,9 @@ def make_write_state(spec):
     row tile to global memory.
 
     If the row tile visits a later column tile, O goes to the array ``A`` in float32. Otherwise O is
-    rounded and goes to the array ``O``.
+    rounded to the dtype of the array ``O`` and goes to this array. If the kernel works with planes,
+    O always goes to the array ``O``. ``visit`` is a 32-bit integer about the visit
+    (``visits.make_row_ahead``).
     """
     sees_more = make_row_sees_more(spec)
     write_rows, write_fragments = make_write_rows(spec), make_write_fragments(spec)

@@ -1,8 +1,9 @@
 """Fragments of 16 x 16 elements, which ``ldmatrix`` loads from shared memory to registers.
 
-The products ``mma`` need their operands as fragments. Normally, warp w computes all columns of S
-and the 16 R rows from row 16 R w on, which are R fragments. If the warps split the keys, each warp
-computes all rows of S, and the columns from ``warp_column()`` on.
+The instruction ``mma.sync`` takes its operands as fragments. R is the number of fragments in the
+rows of a warp. Normally, warp w computes the 16 R rows of S from row 16 R w on, and all columns. If
+the warps split the keys, each warp computes all rows of S, and the columns from ``warp_column()``
+on.
 
 A thread holds the row ty + 8 i of S in its registers i TN to i TN + TN - 1. The thread's rows
 number 2 r and 2 r + 1 belong to fragment r.
@@ -16,19 +17,20 @@ from fa_numba.parts.namespace import part
 
 @part
 def make_place(rows, carries=False):
-    """Make ``place(rows_first, col0)``, which returns the index of the row of shared memory that
-    this lane passes to ``ldmatrix``.
+    """Make ``place(rows_first, col0)``, which returns the index in shared memory that this lane
+    passes to ``ldmatrix``.
 
-    ``ldmatrix`` reads four tiles of 8 x 8 elements. Lane 8 t + r passes the address of row r of
-    tile t. The four tiles begin at column ``col0`` of a larger tile, which has the layout ``rows``
-    in shared memory:
+    ``ldmatrix`` reads four tiles of 8 x 8 elements. Lane 8 t + r passes the index at which row r of
+    tile t begins. The four tiles begin at column ``col0`` of a larger tile, which has the layout
+    ``rows`` in shared memory:
 
     | ``rows_first`` | tiles 0 and 1 | tiles 2 and 3 |
     |---|---|---|
     | true | one above the other | to the right of tiles 0 and 1 |
     | false | next to each other | below tiles 0 and 1 |
 
-    With ``carries``, the index does not contain the swizzle. ``make_further`` then adds it.
+    Normally the index includes the swizzle of the layout. With ``carries``, the index is without
+    the swizzle, and ``make_further`` with ``carries`` adds the swizzle.
     """
     pitch, exchange = rows.pitch, make_exchange(rows)
 

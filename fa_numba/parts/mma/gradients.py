@@ -121,8 +121,9 @@ def make_read_dq(spec):
     from the float32 sum A.
 
     Rows at or past ``rows_end`` become 0. If A contains no values of the row tile yet, rdQ is set
-    to 0 and nothing is read. ``visits.make_row_starts`` finds this from the word ``visit``.
-    ``turn`` is the argument of ``query_place``.
+    to 0 and nothing is read. ``visits.make_row_starts`` finds this case from ``visit``, a 32-bit
+    integer about the visit (``visits.make_row_ahead``). ``turn`` is the argument of
+    ``query_place``.
     """
     row_starts = make_row_starts(spec)
     pairs, place = _query_pairs(spec), make_query_place(spec)
@@ -191,10 +192,11 @@ def make_initialise_dq(spec):
     | case | row tiles | arrays |
     |---|---|---|
     | no block mask | all | the float32 sum A, and dQ |
-    | block mask | those with rows that no visit initialises | dQ |
+    | block mask | those that visit no column tile, or have rows past ``q_lens`` | dQ |
 
     The row tiles are those from row ``row0`` to row ``rows_end`` - 1 of the block's ``heads`` query
-    heads. ``first`` is the ``Head`` of the first one. ``rdQ`` are registers that are overwritten.
+    heads. ``first`` is the ``Head`` of the first query head. ``rdQ`` are registers that are
+    overwritten.
     """
     is_unseen, sparse = make_is_unseen(spec), spec.features.sparse
     Br, initialises, start_dq = spec.Br, spec.features.initialises, make_start_dq(spec)

@@ -1,4 +1,6 @@
-"""The position of a thread in its block on tensor cores, and the parts of ``parts.grid``."""
+"""The position of a thread in its block on tensor cores. The module also exports functions of
+``parts.grid``.
+"""
 
 from fa_numba.device import cuda, uint32
 from fa_numba.parts.grid import head_after as head_after

@@ -58,11 +58,11 @@ def _make_multiply(dtype, planes, step, beside=2, count=None):
     - ``rA`` holds the planes of A. The first plane begins at register ``a``, and each following
       plane begins ``step`` registers after the plane before.
     - ``rB`` holds the planes of B.
-    - ``rL`` are the registers to which A0 B0 is added.
-    - ``rT`` are the registers to which the other products are added, from the smallest to the
-      largest.
-    - ``low`` and ``high`` are the registers of the first 8 columns of the 16 x 16 results. The
-      other 8 columns are ``beside`` registers further.
+    - ``rL`` and ``rT`` are register arrays for results of 16 x 16 elements. A0 B0 is added to rL.
+      The other products are added to rT, from the smallest to the largest.
+    - ``low`` and ``high`` are indices in rL and rT. This lane's elements in the first 8 columns
+      begin at ``low`` for the upper 8 rows, and at ``high`` for the lower 8 rows. For the other 8
+      columns, both indices are larger by ``beside``.
 
     If ``count`` is not None, only the first ``count`` products are computed.
     """
@@ -116,8 +116,8 @@ def _make_add_scores_from(spec, first):
     ``products.make_scores`` explains ``rQ``. The function adds the products of 16 columns of Q and
     K at a time, and begins at column 16 ``first``.
 
-    The loop over columns is unrolled. Therefore one function adds only UNROLLED groups of 16
-    columns. It then calls a further function, made by this factory too, for the remaining columns.
+    The compiler unrolls the loop over columns. One function therefore adds only UNROLLED groups of
+    16 columns. Then it calls the function for the remaining columns, which this factory also makes.
     """
     R, TN, K, keeps, PLANES = spec.TM // 2, spec.TN, spec.DK, spec.keeps_q, spec.planes
     COLUMNS, RK, LAST = TN // 4, 4 * spec.planes, min(spec.DK, first + UNROLLED)
@@ -146,7 +146,12 @@ def _make_add_scores_from(spec, first):
 
 
 class Sums(NamedTuple):
-    """The sizes and layouts of a product A B of planes that one warp computes."""
+    """The sizes and layouts of a product A B of planes that one warp computes.
+
+    The result has 16 ``R`` rows and 16 ``DN`` columns, and the sum has 16 ``K`` terms. ``rows`` is
+    the layout of B in shared memory. ``carries`` is the argument of ``make_further`` for the
+    columns of B.
+    """
 
     R: int  # fragments of 16 rows of A
     K: int  # the sum has 16 K terms
@@ -213,8 +218,9 @@ def _make_add_columns_from(sums, first):
     ``first``. Each group of 16 columns has sums of its own, which are multiplied by ``unit`` and
     added to rO.
 
-    The loop over columns is unrolled. Therefore one function computes only UNROLLED groups of 16
-    columns. It then calls a further function, made by this factory too, for the remaining columns.
+    The compiler unrolls the loop over columns. One function therefore computes only UNROLLED groups
+    of 16 columns. Then it calls the function for the remaining columns, which this factory also
+    makes.
     """
     R, K, DN, PLANES, dtype, rows, carries = sums
     STEP, RF, RV, PLANE = 4 * R * K, 8 * R, 4 * PLANES, rows.columns // PLANES

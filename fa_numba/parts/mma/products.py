@@ -1,10 +1,10 @@
-"""The matrix products of attention on tensor cores: 16-bit operands, and sums in float32
-registers.
+"""The matrix products of attention on tensor cores: 16-bit operands, and sums in float32 registers.
 
+A thread holds TM rows and TN columns of S. O has 16 DN columns in a tile, and Q has 16 DK columns.
 The registers of a thread have these shapes:
 
 - ``rS: (TM, TN)`` and ``rP: (TM, TN)`` hold the thread's part of S or P.
-- ``rO: (TM, 4 DN)`` holds its part of O.
+- ``rO: (TM, 4 DN)`` holds the thread's part of O.
 - ``rQ: (TM / 2, DK, 4)`` holds fragments of Q, in words of two 16-bit elements.
 - In the backward pass S is transposed: ``rS: (TN, TM)``, with a row for each column of S.
 """

@@ -41,16 +41,16 @@ def make_combine(spec):
 
     @device_function
     def part_at(n, i):
-        """Return the index in sO of this lane's part of O, in row number i, from the n-th of the
-        other warps.
+        """Return the index in sO at which the n-th of the other warps stores this lane's part of O,
+        for row number i of the lane.
         """
         lane = uint32(uint32(cuda.threadIdx.x) % uint32(32))
         return uint32(uint32(n * TM + i) * (32 * DN4) + lane * 4)
 
     @device_function
     def values_at(n, i, ty):
-        """Return the index in sO of m of row number i from the n-th of the other warps. l is at the
-        next index.
+        """Return the index in sO at which the n-th of the other warps stores m of row number i. It
+        stores l at the next index.
         """
         return uint32(VALUES + 2 * (n * Br + ty + i * STEP))
 

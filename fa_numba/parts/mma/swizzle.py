@@ -28,16 +28,20 @@ def make_exchange(rows):
 
 @part
 def make_further(rows, carries=False):
-    """Make ``further(place, down, right)``, which returns the index of the element ``down`` rows
-    below and ``right`` columns to the right of the element at index ``place``.
+    """Make ``further(place, down, right)``, which returns the swizzled index of the element
+    ``down`` rows below and ``right`` columns to the right of a first element.
 
-    ``down`` and ``right`` are compile-time constants and multiples of 8. A constant part of the
-    result becomes the offset in the load instruction.
+    ``place`` describes the first element. ``down`` and ``right`` are compile-time constants and
+    multiples of 8. A constant part of the result becomes the offset in the load instruction.
 
     | ``carries`` | what ``place`` must be |
     |---|---|
-    | false | a swizzled index; its column is 0 in the bits of ``right`` that the swizzle can flip |
-    | true | an index without the swizzle, in the row at which this lane points (``make_place``) |
+    | false | the swizzled index of the first element |
+    | true | the index of the first element without the swizzle (``make_place``) |
+
+    If ``carries`` is false, the function flips bits of ``place`` instead of adding to them. The
+    first element's column must therefore be 0 in all bits that are 1 in ``right`` and that the
+    swizzle can flip.
     """
     pitch, bits, exchange = rows.pitch, rows.exchanged, make_exchange(rows)
 
@@ -57,10 +61,11 @@ def make_first_place(rows, chunks):
     """Make ``first_place(thread, r, c)``, which returns the index in shared memory at which a
     thread stores its first chunk.
 
-    ``chunks`` is the ``ChunkMap`` of the copy. (r, c) is the thread's first chunk: the row and the
-    column. The index does not contain the swizzle. Therefore the thread copies another chunk of row
-    r: the one at column c ^ exchange(r), which the swizzle stores at this index. For the thread's
-    further chunks, the index is larger by a constant.
+    ``chunks`` is the ``ChunkMap`` of the copy. By this map, (r, c) is the row and the column of the
+    thread's first chunk. The function returns the index of (r, c) without the swizzle. With the
+    swizzle, this index belongs to column c ^ exchange(r) of row r. The thread must therefore copy
+    the chunk at column c ^ exchange(r) instead of column c. For the thread's further chunks, the
+    index is larger by a constant.
     """
     pitch, whole = rows.pitch, rows.pitch == chunks.right == CHUNK * rows.group
     assert chunks.width % rows.group == 0, "what is exchanged is of one turn"

@@ -24,7 +24,7 @@ def make_initialise(spec):
     | case | row tiles that the function initialises |
     |---|---|
     | no block mask | all |
-    | block mask | those with rows that no visit initialises |
+    | block mask | those that visit no column tile, or have rows past ``q_lens`` |
 
     The row tiles are those from row ``row0`` to row ``rows_end`` - 1 of the head. ``rO``, ``rl``
     and ``rm`` are registers that the function may overwrite.
@@ -51,7 +51,8 @@ def make_read_state(spec):
 
     If global memory contains no state of the row tile yet, the function reads nothing. It then sets
     O = 0, l = 0 and m = -inf. With a sink s, it sets O = 0, l = 1 and m = s.
-    ``visits.make_row_starts`` finds this case from the word ``visit``.
+    ``visits.make_row_starts`` finds this case from ``visit``, a 32-bit integer about the visit
+    (``visits.make_row_ahead``).
     """
     row_starts, start = make_row_starts(spec), make_start(spec)
     read_rows, read_values = make_read_rows(spec), make_read(spec)

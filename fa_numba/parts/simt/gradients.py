@@ -33,10 +33,11 @@ def make_initialise_dq(spec):
     | case | row tiles to which zeros are written |
     |---|---|
     | no block mask | all |
-    | block mask | those with rows that no visit initialises |
+    | block mask | those that visit no column tile, or have rows past ``q_lens`` |
 
     The row tiles are those from row ``row0`` to row ``rows_end`` - 1 of the block's ``heads`` query
-    heads. ``first`` is the ``Head`` of the first one. ``rdQ`` are registers that are overwritten.
+    heads. ``first`` is the ``Head`` of the first query head. ``rdQ`` are registers that are
+    overwritten.
     """
     Br, RQ, initialises = spec.Br, spec.TM * spec.DN * 4, spec.features.initialises
     is_unseen = make_is_unseen(spec)
@@ -86,8 +87,9 @@ def make_update_rows(spec):
     """Make ``update_rows(rT, T, factor, visit, tile, rows_end)``, which sets T = ``factor`` rT + T
     for a thread's part of a row tile in global memory.
 
-    It uses no atomic adds. If T contains no values of the row tile yet
-    (``visits.make_row_starts``), T counts as 0 and is not read.
+    It uses no atomic adds. If T contains no values of the row tile yet, T counts as 0 and is not
+    read. ``visits.make_row_starts`` finds this case from ``visit``, a 32-bit integer about the
+    visit (``visits.make_row_ahead``).
     """
     RT, row_starts = spec.TM * 4 * spec.DN, make_row_starts(spec)
     read_rows = make_read_rows(spec)

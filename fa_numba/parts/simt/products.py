@@ -1,7 +1,8 @@
 """The matrix products of attention on CUDA cores: operands in shared memory, results in registers.
 
-The position of a thread is (ty, tx). The thread holds the rows ty + i TY and the columns tx + j TX
-of S. Its registers have these shapes:
+The position of a thread is (ty, tx). The thread holds TM rows ty + i TY and TN columns tx + j TX of
+S. In each of these rows, it holds DN groups of four columns of O. It holds CM rows of dK and dV.
+The thread's registers have these shapes:
 
 - ``rS: (TM, TN)`` for S,
 - ``rO: (TM, DN, 4)`` for O, and ``rT: (TM, DN, 4)`` for P V of one tile,
@@ -176,11 +177,11 @@ def make_output(spec):
 
 @part
 def _make_add_output(spec):
-    """Make ``add_output(rT, rP, sV, k, v_column)``, which adds the product of four columns of P
-    with four rows of V.
+    """Make ``add_output(rT, rP, sV, k, v_column)``, which adds the product of four columns of P and
+    four rows of V to the registers rT.
 
-    ``rP: (TM, 4)`` holds the columns k to k + 3 of P. ``v_column`` is the byte offset of the
-    thread's columns in a row of sV.
+    ``rP: (TM, 4)`` holds the columns k to k + 3 of P. The rows of V are the rows k to k + 3 of sV.
+    ``v_column`` is the byte offset of the thread's columns in a row of sV.
     """
     TM, DN, TX = spec.TM, spec.DN, spec.tx_count
     bytes_v, flip_v = 4 * spec.rows_v.pitch, flip_of(spec.rows_v)
@@ -197,12 +198,14 @@ def _make_add_output(spec):
 
 @part
 def _make_add_to_rows(rows, DN, apart):
-    """Make ``add_to_rows(rT, rP, first, b, c)``, which adds the product of one column of rP and the
-    four numbers of ``b`` to the rows of rT.
+    """Make ``add_to_rows(rT, rP, first, b, c)``, which multiplies a column of numbers in rP by a
+    row of four numbers in ``b``, and adds the product to the registers rT.
 
-    In row i, rP[first + i apart] times the four numbers is added to the four columns of group c.
-    Each number of ``b`` multiplies all rows before the next number does, downwards and upwards in
-    turn. Consecutive multiply-adds then share a factor, so that the assembler rarely reads three
+    The number of row i in the column is rP[first + i apart]. Its products with the four numbers of
+    ``b`` are added to the four columns of group c in row i of rT.
+
+    The function multiplies all rows by one number of ``b`` before it takes the next number.
+    Consecutive multiply-adds then share a factor, so that the assembler rarely reads three
     registers for one instruction.
     """
 

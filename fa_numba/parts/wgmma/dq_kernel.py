@@ -47,8 +47,8 @@ def make_dq_row_tile(spec):
     """Make ``dq_row_tile(Q, K, group, options)``, which returns the first row of this block's row
     tile, and the ``Head`` of the block.
 
-    The first blocks of the grid have the row tiles with the most columns, if there is a causal
-    mask. The last blocks are therefore short.
+    The first blocks of the grid have the last row tiles. With a causal mask, the last row tiles
+    have the most columns. The blocks that start last therefore have the least work.
     """
     Br, packed, sequence_tile = spec.Br, spec.features.packed, sequence_tile_of(spec.Br)
     grouped, lengths = spec.grouped, make_lengths(spec)
@@ -106,8 +106,9 @@ def make_begin_dp(spec):
 def make_p_of_rows(spec):
     """Make ``p_of_rows(rS, scale, rL)``, which replaces the scores in rS by P = exp(S - L).
 
-    ``rL`` holds L of each row. With a cap or with ``features.scores_stay``, the function does
-    nothing: ``ds_of_rows`` then computes P.
+    ``rL`` holds L of each row. In two cases, the function does nothing, and ``ds_of_rows`` computes
+    P: with a cap, and if the kernel keeps the scores until it computes dS
+    (``features.scores_stay``).
     """
     if not (spec.features.softcap or spec.features.scores_stay):
         return softmax.make_from_lse(spec)
@@ -125,11 +126,11 @@ def make_ds_of_rows(spec):
 
     | case | contents of rS before the call | what is also computed |
     |---|---|---|
-    | normally | P, with dropped elements negative (``drop``) | |
+    | normally | P, with dropped elements negative (``drop``) | nothing |
     | a cap, or ``features.scores_stay`` | scores | P and the derivatives of the scores |
 
-    ``rdP`` holds dP. ``rL`` and ``rD`` hold L and D of each row. A word of rdS contains two
-    neighbouring elements of dS.
+    In the second case, dS is also multiplied by the derivatives. ``rdP`` holds dP. ``rL`` and
+    ``rD`` hold L and D of each row. A word of rdS contains two neighbouring elements of dS.
     """
     if spec.features.scores_stay:
         return _make_ds_of_modified_rows(spec)
@@ -158,7 +159,9 @@ def make_ds_of_rows(spec):
 
 @part
 def _make_ds_of_modified_rows(spec):
-    """Make the function that ``make_ds_of_rows`` describes, for ``features.scores_stay``."""
+    """Make the function that ``make_ds_of_rows`` describes, for kernels that keep the scores until
+    they compute dS (``features.scores_stay``).
+    """
     TN, COUNT = spec.TN, spec.TM * spec.TN
     pack, _ = CONVERSIONS[DTYPES[spec.dtype].matrix]
 

@@ -102,8 +102,9 @@ def make_read_drawn(spec):
 def make_drop_drawn(spec):
     """Make ``drop_drawn(rP, sB, stage)``, which makes the dropped elements of PT in rP negative.
 
-    The dropout bits come from the slot number ``stage`` of sB. If ``features.scores_stay`` is true,
-    the function does nothing: ``ds_of_columns`` then computes P and drops the elements.
+    The dropout bits come from the slot number ``stage`` of sB. If the kernel keeps the scores until
+    it computes dS (``features.scores_stay``), the function does nothing. ``ds_of_columns`` then
+    computes P and drops the elements.
     """
     WORDS, THREADS, TM, shares = spec.drawn_words, spec.drawing_threads, spec.TM, spec.wide
     if spec.features.scores_stay:

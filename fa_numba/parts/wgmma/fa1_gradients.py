@@ -101,13 +101,15 @@ def make_rows_of_block(spec):
 
 @part
 def make_pass_word(spec):
-    """Make ``pass_word(h, i0, first, j0, h_end, i_first, i_end)``, by which the loader of Q
-    describes the visit (h, i0) for the consumers.
+    """Make ``pass_word(h, i0, first, j0, h_end, i_first, i_end)``, which returns two integers that
+    describe the visit (h, i0) to the consumers.
 
-    With a block mask, the result is a pair: the query head of the next visit, and a word of
-    ``listed.make_word``. The word contains the next row tile, and the two bits of ``visit_ahead``
-    about the visit (h, i0). The loader stores the pair in the slot. Consumers therefore need not
-    read the lists of a block mask. Without a block mask, the result is not used.
+    Only kernels with a block mask use the result. The loader of Q stores the two integers in the
+    slot. Consumers therefore need not read the lists of the block mask. The first integer is the
+    query head of the next visit. The second integer is the word of ``visits.visit_ahead`` about the
+    visit (h, i0), which contains the first row of the next visit. With ``spec.reads_state``, the
+    word also contains the state of the tile's block in the block mask, which a ``mask_mod`` needs
+    (``listed.make_word``).
     """
     sparse, word, next_visit = spec.features.sparse, make_word(spec), make_next_visit(spec)
     visit_ahead = make_visit_ahead(spec)
@@ -125,8 +127,8 @@ def make_pass_word(spec):
 
 @part
 def make_write_pass_word(spec):
-    """Make ``write_pass_word(shared, slot, word)``, which stores ``word``, the result of
-    ``pass_word``, in the words of a slot.
+    """Make ``write_pass_word(shared, slot, word)``, which stores ``word``, the two integers that
+    ``pass_word`` returns, in the words of a slot.
 
     Without a block mask, it does nothing.
     """
@@ -143,11 +145,13 @@ def make_write_pass_word(spec):
 
 @part
 def make_read_pass_word(spec):
-    """Make ``read_pass_word(rBS, shared, slot)``, which returns the word ``visit`` that
-    ``pass_word`` has made, from a slot.
+    """Make ``read_pass_word(rBS, shared, slot)``, which returns ``visit``, the word of
+    ``visits.visit_ahead`` about the visit in a slot.
 
-    ``rBS[0]`` gets the state of the tile's block if a ``mask_mod`` needs it. Without a block mask,
-    the result is 0, and the functions that take a ``visit`` ignore it.
+    With a block mask, the loader of Q has stored the word in the slot (``write_pass_word``). With
+    ``spec.reads_state``, ``rBS[0]`` gets the state of the tile's block in the block mask, which a
+    ``mask_mod`` needs. Without a block mask, the result is 0, and the functions with an argument
+    ``visit`` ignore it.
     """
     sparse, read = spec.features.sparse, make_read_word(spec)
 
@@ -162,10 +166,11 @@ def make_read_pass_word(spec):
 @part
 def make_next_by_word(spec):
     """Make ``next_by_word(visit, shared, slot, h, i0, i_first, i_end)``, which returns the visit
-    after (h, i0) to a consumer.
+    that comes after the visit (h, i0). Consumers call it.
 
     The result is a query head and the first row of a row tile. With a block mask, the head comes
-    from the slot and the row from the word ``visit``. Otherwise the function computes them.
+    from the slot, and the row comes from ``visit``, the result of ``read_pass_word``. Otherwise the
+    function computes both.
     """
     Br, grouped, sparse = spec.Br, spec.grouped, spec.features.sparse
 
@@ -340,9 +345,9 @@ def make_row_dots(spec):
     the row tile in slot number ``stage``.
 
     ``columns`` is the number of columns of O. If the call has a gradient dL of the logsumexp, D -
-    dL is stored instead of D. A thread computes a row in chunks of 16 bytes. The loops must not be
-    unrolled, because these warps have few registers. Their numbers of turns are therefore hidden
-    from the compiler.
+    dL is stored instead of D. A thread computes a row in chunks of 16 bytes. The compiler must not
+    unroll the two loops, because these warps have few registers. The function therefore hides from
+    the compiler how often the loops run.
     """
     Br, NO = spec.Br, spec.of_values.tile_halves[0]
     place_of, full, dlse = value_place, spec.pipelines.d.full, spec.features.dlse
@@ -414,7 +419,8 @@ def make_read_dq(spec):
     part of dQ from the float32 sum A.
 
     Rows at or past ``rows_end`` become 0. If A contains no values of the row tile yet, rdQ is set
-    to 0 and nothing is read. ``visits.make_row_starts`` finds this from the word ``visit``.
+    to 0 and nothing is read. ``visits.make_row_starts`` finds this case from ``visit``, the result
+    of ``read_pass_word``.
     """
     pairs, row_starts = pairs_of_dq(spec), make_row_starts(spec)
     place, read_floats = make_query_place(spec), make_read_floats(spec)
@@ -466,11 +472,11 @@ def make_initialise_dq(spec):
     | case | row tiles | arrays |
     |---|---|---|
     | no block mask | all | the float32 sum A, and dQ |
-    | block mask | those with rows that no visit initialises | dQ |
+    | block mask | those that visit no column tile, or have rows past ``q_lens`` | dQ |
 
     ``a_and_dq`` is the pair (A, dQ) of arrays. The row tiles are those from row ``row0`` to row
     ``rows_end`` - 1 of the block's query heads. ``first`` is the ``Head`` of the first query head,
-    and ``h_end`` is one past the number of the last one. ``rdQ`` are registers that are
+    and ``h_end`` is one past the number of the last query head. ``rdQ`` are registers that are
     overwritten.
     """
     Br, RQ, initialises = spec.Br, spec.query_registers, spec.features.initialises

@@ -141,12 +141,15 @@ def make_load_output(spec):
 @part
 def make_name_own_next(spec):
     """Make ``name_own_next(shared, i0, i_end, j0, head, slot, w)``, by which the loader of Q tells
-    consumer w what comes after the visit (i0, j0).
+    consumer w which row tile comes after row tile i0.
 
     With a block mask, the function waits until the consumer's part of the slot is empty. It then
-    writes a word of ``listed.make_word`` for this part: the result of ``row_ahead``, and the state
-    of the tile's block. Without a block mask, it writes nothing. The function returns whether the
-    visit starts from new values of O, l and m (``visits.make_row_starts``).
+    stores the word of ``row_ahead`` about the visit (i0, j0) for this part. With
+    ``spec.reads_state``, the word also contains the state of the tile's block in the block mask,
+    which a ``mask_mod`` needs (``listed.make_word``). Without a block mask, nothing is stored.
+
+    The function returns whether the visit starts from new values of O, l and m
+    (``visits.make_row_starts``).
     """
     named, word, GROUPS = spec.slots_name_next, make_word(spec), spec.consumers
     row_ahead, row_starts, q = make_row_ahead(spec), make_row_starts(spec), spec.pipelines.q
@@ -165,11 +168,11 @@ def make_name_own_next(spec):
 
 @part
 def make_own_ahead(spec):
-    """Make ``own_ahead(i0, i_end, j0, head)``, which returns what comes after the visit (i0, j0):
-    the next row tile, and whether row tile i0 visits a column tile after j0.
+    """Make ``own_ahead(i0, i_end, j0, head)``, which returns the next row tile, and whether row
+    tile i0 visits a column tile after j0.
 
-    With a block mask, a consumer gets these facts from the slot's word by ``read_named``. The
-    result of ``own_ahead`` is then not used.
+    With a block mask, a consumer gets these two facts from a word in shared memory
+    (``read_named``). The result of ``own_ahead`` is then not used.
     """
     Br, named, sees_more = spec.Br, spec.slots_name_next, make_sees_more(spec)
 
@@ -183,13 +186,15 @@ def make_own_ahead(spec):
 
 @part
 def make_read_named(spec):
-    """Make ``read_named(rBS, shared, slot, w, ahead)``, which tells consumer w its next row tile.
+    """Make ``read_named(rBS, shared, slot, w, ahead)``, which returns three values to consumer w.
 
-    The result has three values: an integer that describes the visit, the next row tile, and whether
-    the current row tile visits a later column tile. With a block mask, the producer has written
-    these values into the slot. If a ``mask_mod`` needs the state of the tile's block, ``rBS[0]``
-    then gets the state. Without a block mask, the values are ``ahead``, as ``own_ahead`` returns
-    them.
+    The values are ``visit``, a 32-bit integer about the current visit, the first row of the next
+    row tile, and whether the current row tile visits a later column tile.
+
+    With a block mask, the values come from the word that ``name_own_next`` has stored. With
+    ``spec.reads_state``, ``rBS[0]`` gets the state of the tile's block in the block mask, which a
+    ``mask_mod`` needs. Without a block mask, the last two values are ``ahead``, the result of
+    ``own_ahead``, and ``visit`` is not used.
     """
     named, read, GROUPS = spec.slots_name_next, make_read_word(spec), spec.consumers
 
@@ -210,7 +215,7 @@ def make_read_statistics(spec):
 
     If global memory contains no state of the row tile yet, the function reads nothing. It then sets
     l = 0 and m = -inf. With a sink s, it sets l = 1 and m = s. ``visits.make_row_starts`` finds
-    this case from the word ``visit``.
+    this case from ``visit``, a result of ``read_named``.
     """
     row_starts, take_sinks = make_row_starts(spec), make_take_sinks(spec)
     read_values, read_maxima = make_read(spec), make_read_maxima(spec)
@@ -363,7 +368,7 @@ def make_initialise(spec):
     | case | row tiles | arrays of O |
     |---|---|---|
     | no block mask | all | ``O``, and without planes also ``A`` |
-    | block mask | those with rows that no visit initialises | ``O`` |
+    | block mask | those that visit no column tile, or have rows past ``q_lens`` | ``O`` |
 
     The row tiles are those of the block from row ``tile.i0`` on. Each consumer writes its own rows.
     """

@@ -256,11 +256,16 @@ def make_p_of_columns(spec):
     """Make ``p_of_columns(rS, rP, scale, sL, at, tile)``, which replaces the scores in the
     registers rS by PT.
 
+    The first case that holds decides what the function does:
+
     | case | what the function does |
     |---|---|
     | ``spec.slopes_early`` | rS gets PT times the derivatives of scores; rP gets PT in 16 bits |
-    | otherwise, with a cap or ``features.scores_stay`` | nothing; ``ds_of_columns`` computes PT |
-    | otherwise | rS gets PT = exp(ST - L) |
+    | a cap, or ``features.scores_stay`` | nothing; ``ds_of_columns`` computes PT later |
+    | all others | rS gets PT = exp(ST - L) |
+
+    ``features.scores_stay`` means that the kernel keeps the scores until it computes dS.
+    ``spec.slopes_early`` means that the derivatives of ``score_mod`` are computed together with P.
     """
     if spec.slopes_early:
         return _make_p_and_slopes(spec)
@@ -276,11 +281,11 @@ def make_p_of_columns(spec):
 
 @part
 def _make_p_and_slopes(spec):
-    """Make the function ``p_of_columns`` that ``make_p_of_columns`` describes, for
-    ``spec.slopes_early``.
+    """Make the function ``p_of_columns`` that ``make_p_of_columns`` describes, for kernels that
+    compute the derivatives of ``score_mod`` together with P (``spec.slopes_early``).
 
-    It computes P and the derivatives of the scores. The registers rS get PT times the derivatives,
-    and the registers rP get PT in 16 bits.
+    The registers rS get PT times the derivatives of the scores, and the registers rP get PT in 16
+    bits.
     """
     slopes_of_pair, round_pair = _make_slopes_of_pair(spec), pack_p(spec)
     times_slope = make_times_slope(spec.features)
@@ -305,8 +310,8 @@ def _make_slopes_of_pair(spec):
     elements, in the registers e and e + 1 of rS.
 
     The result has four values: both P, then both slopes. A slope is the derivative of the score.
-    ``given[0]`` is sL, and ``given[1]`` is the index in sL at which this thread's first L is
-    stored.
+    ``given`` is a pair: the array sL, and the index in sL at which this thread's first L is stored.
+    ``place`` is the position of the first element.
     """
     TM, p_and_slope = spec.TM, make_p_and_slope(spec)
 
@@ -365,15 +370,18 @@ def make_ds_of_columns(spec):
     """Make ``ds_of_columns(rdS, rP, rdP, rS, sL, at, tile)``, which computes dST = PT o (dPT - D)
     and rounds it to 16 bits in rdS.
 
-    ``rdP`` holds dPT. Before the call, rS holds:
+    ``rdP`` holds dPT. The first case that holds decides where P is before the call:
 
-    | case | contents of rS | what is also computed |
+    | case | where P is | what is also computed |
     |---|---|---|
-    | normally | PT | |
-    | a cap, or ``features.scores_stay`` | scores | PT and the derivatives of the scores |
+    | ``spec.rounds_before_ds`` | rP holds PT in 16 bits | nothing |
+    | ``spec.slopes_early`` | rS holds PT times the derivatives of the scores | nothing |
+    | a cap, or ``features.scores_stay`` | rS holds the scores | PT, and the derivatives |
+    | all others | rS holds PT | nothing |
 
-    If PT has not been rounded before (``spec.rounds_early``), the function also rounds PT to 16
-    bits in rP. It handles few rows at a time, so that the registers of rounded values become free.
+    In the second and third case, dST is also multiplied by the derivatives of the scores. If PT is
+    not in rP yet, because ``spec.rounds_early`` is false, the function also rounds PT to 16 bits in
+    rP. It handles few rows at a time, so that the registers of rounded values become free.
     """
     if spec.rounds_before_ds or spec.slopes_early:
         return _make_ds_of_dp(spec)
@@ -418,10 +426,10 @@ def make_ds_of_columns(spec):
 
 @part
 def _make_ds_of_dp(spec):
-    """Make the function ``ds_of_columns`` that ``make_ds_of_columns`` describes, for specs that
-    have rounded P before.
+    """Make the function ``ds_of_columns`` that ``make_ds_of_columns`` describes, for kernels that
+    have already computed and rounded PT.
 
-    | spec | where P is |
+    | case | where P is |
     |---|---|
     | ``spec.rounds_before_ds`` | rP holds PT in 16 bits, and the registers rS are free |
     | otherwise (``spec.slopes_early``) | rS holds PT times the derivatives of the scores |
@@ -449,12 +457,12 @@ def _make_ds_of_dp(spec):
 
 @part
 def _make_ds_of_pairs(spec):
-    """Make the function ``ds_of_columns`` that ``make_ds_of_columns`` describes, for calls with
-    ``spec.slopes_alone`` but without ``spec.slopes_early``.
+    """Make the function ``ds_of_columns`` that ``make_ds_of_columns`` describes, for kernels that
+    compute P and the derivatives of ``score_mod`` together with dS.
 
-    In these calls, registers hold the scores until dS is computed, because dS needs the derivative
-    of ``score_mod``. The function computes P and this derivative for two neighbouring rows at a
-    time.
+    Registers hold the scores until dS is computed, because dS needs the derivative of ``score_mod``
+    (``spec.slopes_alone``). The function computes P and this derivative for two neighbouring rows
+    at a time.
     """
     TM, COUNT, Br, late = spec.TM, spec.TM * spec.TN, spec.Br, not spec.rounds_early
     pack, _ = CONVERSIONS[DTYPES[spec.dtype].matrix]
@@ -483,11 +491,12 @@ def _make_ds_of_pairs(spec):
 
 @part
 def _make_ds_of_modified(spec):
-    """Make the function ``ds_of_columns`` that ``make_ds_of_columns`` describes, for calls with
-    ``features.scores_stay`` but without ``spec.slopes_alone``.
+    """Make the function ``ds_of_columns`` that ``make_ds_of_columns`` describes, for kernels that
+    compute ``score_mod`` and further options together with dS.
 
-    In these calls, registers hold the scores until dS is computed. The function computes P and dS
-    for one element at a time.
+    The further options are ALiBi, a bias, dropout, and gradients of captured arrays. Registers hold
+    the scores until dS is computed (``features.scores_stay``). The function computes P and dS for
+    one element at a time.
     """
     TM, COUNT, Br, late = spec.TM, spec.TM * spec.TN, spec.Br, not spec.rounds_early
     pack, _ = CONVERSIONS[DTYPES[spec.dtype].matrix]

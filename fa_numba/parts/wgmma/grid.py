@@ -1,5 +1,5 @@
-"""The position of a thread in its block on Hopper's tensor cores, and the parts of
-``parts.grid``.
+"""The position of a thread in its block on Hopper's tensor cores. The module also exports functions
+of ``parts.grid``.
 """
 
 from fa_numba.device import cuda, int32, uint32

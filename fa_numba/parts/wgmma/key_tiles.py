@@ -3,8 +3,8 @@ pass.
 
 A key tile is a column tile and the range of row tiles that visit it. If batch entries have lengths
 of their own, or several blocks share the rows, thread 0 of the block computes the key tile. It
-writes the results to words in shared memory. No other thread then repeats the computation, and no
-thread needs registers for what it can read again.
+writes the results to words in shared memory. The other threads need not repeat the computation.
+They read a word each time that they need it, and need no registers for the words in the meantime.
 
 | word | contents |
 |---:|---|
@@ -53,7 +53,10 @@ def _make_column_tile(spec):
     """Make ``column_tile()``, which returns the first column of a block's column tile, its K/V head
     and its batch entry.
 
-    | case | grid |
+    The function computes the result from the block's position in the grid (x, y, z). Tc is the
+    number of column tiles:
+
+    | case | size of the grid |
     |---|---|
     | normally | (Tc, Hk, B) |
     | in chunks of C column tiles (``spec.chunk_tiles``) | (C Hk, B, ceil(Tc / C)) |
@@ -61,10 +64,11 @@ def _make_column_tile(spec):
     If S blocks share a column tile (``group_splits``), the grid contains Hk S instead of Hk. The
     second result is then the number of the share, and ``shared_key_head`` returns the K/V head.
 
-    With a causal mask, the first column tiles are visited by the most rows. In chunks, the first C
-    column tiles of all heads come before the next C column tiles, so that the last blocks are
-    short. The column tiles of a chunk read the same Q and dO at about the same time. C is a power
-    of two. The results are therefore bits of the block's number, and cost little to compute again.
+    In a grid with chunks, the first C column tiles of all heads come before the next C column
+    tiles. With a causal mask, most rows visit the first column tiles. The blocks that start last
+    therefore have the least work. The column tiles of a chunk read the same Q and dO at about the
+    same time. C is a power of two. The results are therefore bits of x, y and z, and cost little to
+    compute again.
     """
     Bc, C = spec.Bc, spec.chunk_tiles
 
@@ -133,9 +137,10 @@ def _make_own_rows(spec):
     """Make ``own_rows(i_first, i_end, share, shares)``, which returns the rows of one share: the
     first row, and one past the last row.
 
-    The rows from ``i_first`` to ``i_end`` - 1 are divided among ``shares`` shares. A share gets
-    complete row tiles. All shares get an equal number of row tiles, except that the first shares
-    can get one more. The number of this share is ``share`` modulo ``shares``.
+    The rows from ``i_first`` to ``i_end`` - 1 of a query head are divided among ``shares`` shares.
+    A share gets complete row tiles. All shares get an equal number of row tiles, except that the
+    first shares can get one more. ``share`` counts the shares of all query heads. The number of the
+    share in its query head is ``share`` modulo ``shares``.
     """
     Br = spec.Br
 

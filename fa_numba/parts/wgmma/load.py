@@ -100,8 +100,8 @@ def _make_columns(spec, full, panels):
     """Make ``columns(sT, T, j0, head, pages, bars, slot)``, which starts to load a column tile into
     a slot.
 
-    ``full`` is the number of the barrier of slot 0. ``panels`` is the number of boxes of 64 columns
-    in a row. ``pages`` are the pages that ``look_up`` has found.
+    ``full`` is the number of the mbarrier that completes when slot 0 is full. ``panels`` is the
+    number of boxes of 64 columns in a row. ``pages`` are the pages that ``look_up`` has found.
     """
     NK, paged = PANEL * panels * spec.Bc, spec.features.page_size > 0
     load = _make_pages(spec, panels) if paged else make_tile_of_keys(spec, panels)
@@ -197,8 +197,9 @@ def make_own_tile(Br, panels, width, tile, facts, find):
     w into the consumer's part of a slot.
 
     The slot has ``tile`` elements. A row consists of ``panels`` boxes of ``width`` columns (128
-    bytes). ``Br`` is the number of rows of the complete tile. ``facts`` is the pipeline.
-    ``find(T, row0, head)`` returns the ``Box`` of the first row.
+    bytes). ``Br`` is the number of rows of the complete tile. ``facts`` is the
+    ``tiling.wgmma.Pipeline`` to which the slot belongs. ``find(T, row0, head)`` returns the ``Box``
+    of the first row.
     """
     size, full, groups = 128 * GROUP_ROWS * panels, facts.full, facts.groups
 
@@ -330,10 +331,11 @@ def make_produces_v(spec):
 
 @part
 def _make_produces(own, other):
-    """Make ``produces()``, which says whether this thread has the number ``own`` in its block.
+    """Make ``produces()``, which says whether this thread loads K (or V).
 
-    ``own`` is the number of the thread that loads one of K and V, and ``other`` is the number of
-    the thread that loads the other one. If both numbers are equal, the result is true.
+    Only threads that load K or V call it. ``own`` is the number of the thread that loads K, and
+    ``other`` is the number of the thread that loads V (or the other way round). If both numbers are
+    equal, one thread loads K and V, and the result is always true.
     """
 
     def produces():

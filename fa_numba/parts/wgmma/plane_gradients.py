@@ -1,9 +1,11 @@
 """Parts of the backward pass for float32 matrices, as sums of 16-bit planes, on Hopper.
 
-| head dimension | columns of S | what the two consumer warpgroups compute |
+The head dimension decides how the two consumer warpgroups share a tile of S:
+
+| head dimension | columns of S of a consumer | what a consumer computes |
 |---|---|---|
-| up to 64 | 64 own columns for each consumer | each: dV, dK and dQ of its columns |
-| above 64 | both have the same 64 columns | one: dV. The other: dK. Each: half of dQ |
+| up to 64 | 64 columns of its own | dV and dK of its columns, and its part of the sum dQ |
+| above 64 | the tile's only 64 columns | dV or dK, and half of the columns of dQ |
 
 The products of each tile are summed in registers of their own. These sums are multiplied by the
 factor that undoes the powers of two of scaled planes. They are then added to the results in

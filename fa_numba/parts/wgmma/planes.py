@@ -120,8 +120,8 @@ def make_split_p(spec, times=P_SCALE):
 
 @part
 def make_scale_output(spec):
-    """Make ``scale_output(rO, head)``, which multiplies O by the factors that the products of
-    planes have left out.
+    """Make ``scale_output(rO, head)``, which multiplies O by the factor that the products of planes
+    have left out.
 
     The factor undoes the powers of two of scaled planes. With dropout, it also contains 1 / (1 -
     dropout_p).

@@ -290,11 +290,13 @@ def make_begins_next(spec):
 @part
 def make_name_next(spec):
     """Make ``name_next(schedule, bars, slot, j0, j_end, i0, head)``, by which the loader of K tells
-    the consumers what comes after column tile j0.
+    the consumers which column tile comes after column tile j0.
 
-    With a block mask, the function waits until ``slot``, a slot of K, is empty. It then writes a
-    word of ``listed.make_word`` for this slot: the next column tile, and the state of the block of
-    the tile (i0, j0). Without a block mask it does nothing.
+    With a block mask, the function waits until ``slot``, a slot of K, is empty. It then stores a
+    word for this slot, which contains the first column of the next column tile. With
+    ``spec.reads_state``, the word also contains the state of the tile's block in the block mask,
+    which a ``mask_mod`` needs (``listed.make_word``). Without a block mask, the function does
+    nothing.
     """
     Bc, named, first = spec.Bc, spec.slots_name_next, WORK_WORDS * spec.q_stages
     next_column, word = make_next_column(spec), make_word(spec)
@@ -316,9 +318,10 @@ def make_look_ahead(spec):
     """Make ``look_ahead(rBS, schedule, stage, j0)``, by which a consumer reads the word that
     ``name_next`` has written for slot number ``stage`` of K.
 
-    With a block mask, the result is the column tile that comes after column tile j0. ``rBS[0]``
-    gets the state of the tile's block if a ``mask_mod`` needs it. Without a block mask, the result
-    is j0. ``step`` converts the result to the next column tile.
+    With a block mask, the result is the column tile that comes after column tile j0. With
+    ``spec.reads_state``, ``rBS[0]`` gets the state of the tile's block in the block mask, which a
+    ``mask_mod`` needs. Without a block mask, the result is j0. ``step`` converts the result to the
+    next column tile.
     """
     named, first, read = spec.slots_name_next, WORK_WORDS * spec.q_stages, make_read_word(spec)
 
