@@ -87,10 +87,11 @@ class Problem:
     heads_k : int
         Number of heads of K and V. It must divide ``heads_q``.
     seqlen_q : int
-        Number of rows of Q; for packed sequences, of the longest sequence.
+        Number of rows of Q. For packed sequences, it is the number of rows of the longest sequence.
     seqlen_k : int
-        Number of rows of K and V; for packed sequences, of the longest sequence. If K and V are
-        pages, it is the number of rows in all pages that the block table lists for one sequence.
+        Number of rows of K and V. For packed sequences, it is the number of rows of the longest
+        sequence. If K and V are pages, it is the number of rows in all pages that the block table
+        lists for one sequence.
     head_dim : int
         Head dimension of Q and K, 1 to 256.
     dtype : {"float32", "float16", "bfloat16"}, default "float32"
@@ -111,8 +112,8 @@ class Problem:
     mask_mod : function or Mod, optional
         Function that returns whether row i sees column j.
     bias : tuple of int, optional
-        Shape of the array that is added to the scores. The attribute has four axes: missing axes
-        are 1.
+        Shape of the array that is added to the scores. If the shape has fewer than four axes, axes
+        of length 1 are added at the front.
     alibi : bool, default False
         Whether ALiBi slopes are given.
     sinks : bool, default False
@@ -406,12 +407,18 @@ class Problem:
 
     @property
     def slopes(self) -> bool:
-        """Whether an option makes the derivative of the scores other than ``scale``."""
+        """Whether the derivative of a score with respect to Q K^T can differ from ``scale``.
+
+        This is so with a softcap, and with a ``score_mod`` that does more than add to the score.
+        """
         return self.softcap is not None or bool(slope_of(self.score_mod, self.score_mod_grad))
 
     @property
     def options(self) -> dict[str, Any]:
-        """Fields that differ from plain attention, by name; without sizes, dtype and scale."""
+        """Fields that differ from their default values, as a mapping from name to value.
+
+        The sizes, ``dtype`` and ``scale`` are not included.
+        """
         named = (*_SIZES, "dtype", "scale")
         given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in named}
         defaults = {f.name: f.default for f in fields(self)}
@@ -434,12 +441,18 @@ class Problem:
 
     @property
     def left(self) -> int | None:
-        """Number of columns that a row sees before column row + diagonal; None for all."""
+        """Number of columns that a row sees to the left of column ``row + diagonal``.
+
+        None means all columns.
+        """
         return None if self.window[0] < 0 else self.window[0]
 
     @property
     def right(self) -> int | None:
-        """Number of columns that a row sees after column row + diagonal; None for all."""
+        """Number of columns that a row sees to the right of column ``row + diagonal``.
+
+        None means all columns.
+        """
         if self.causal:
             return 0
         return None if self.window[1] < 0 else self.window[1]
@@ -493,7 +506,10 @@ class Problem:
 
     @property
     def lse_shape(self) -> tuple[int, ...]:
-        """Shape of L, and of FA-1's l and m; (heads_q, total_q) for packed sequences."""
+        """Shape of L, and of FA-1's l and m.
+
+        For packed sequences it is (heads_q, total_q).
+        """
         if self.packed:
             return self.heads_q, sum(self.q_lens or ())
         return self.batch, self.heads_q, self.seqlen_q

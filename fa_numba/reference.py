@@ -162,8 +162,11 @@ def _backward(
     - dK = scale dS^T Q
 
     dK and dV are summed over the query heads of a group, and dbias over the axes that are
-    broadcast. A sink s is a column with dP = 0: ds = -sum e^(s - L) D. dcaptured maps the name of
-    each array that score_mod uses to the sum of dS times the derivative by each element.
+    broadcast. A sink s is a column with dP = 0: ds = -sum e^(s - L) D.
+
+    dcaptured maps the name of each array that score_mod uses to the gradient of the array. The
+    gradient of an element is the sum of dS times the derivative of score_mod with respect to the
+    element.
     """
     problem = call.problem
     if return_dsinks and call.sinks is None:
@@ -369,7 +372,8 @@ def unfused(
     The steps are:
 
     1. S = scale Q K^T, then ``softcap``, ``score_mod``, ALiBi, the bias and the masks;
-    2. P = e^(S - m) / l, where m are the maxima and l the sums of the rows, sinks included;
+    2. P = e^(S - m) / l. In each row, m is the maximum of S, and l is the sum of e^(S - m). With
+       sinks, the sink of the head counts as a further element of the row;
     3. O = (P o dropout) V, and the logsumexp L = m + log l.
 
     ``block_table`` and ``check_table`` are refused.

@@ -69,7 +69,7 @@ class Call:
     sinks          one sink per query head, (Hq,)
     block_mask     block mask, broadcast to (B, Hq, Tr, Tc)
     Br, Bc         rows and columns of a block of the block mask
-    seed, offset   seed of dropout, and its second part
+    seed, offset   the two numbers that determine which elements dropout drops
     mods           maps an option, such as "score_mod", to the caller's function
     captured       maps names in score_mod to the float32 arrays that score_mod captures, in float64
 
@@ -118,11 +118,13 @@ class Call:
     ) -> tuple[Array, Array | float]:
         """Return S of some rows of a head, and the derivative of S with respect to scale Qi K^T.
 
-        Qi (rows, d) are rows of Q, and `row` is the number of the first one. K is (Nk, d). Without
-        `sloped`, the derivative does not contain the factor of score_mod, which takes long.
+        Qi (rows, d) are rows of Q, and `row` is the number of the first one. K is (Nk, d). If
+        `sloped` is False, the derivative does not contain the derivative of score_mod, which takes
+        long to compute.
 
-        S = score_mod(softcap tanh(scale Qi K^T / softcap)) - slope distance + bias. Elements that
-        a mask hides are -inf.
+        S = score_mod(softcap tanh(scale Qi K^T / softcap)) - slope distance + bias. The slope is
+        the ALiBi slope of the head. The distance of an element is the distance of its column from
+        the diagonal column of its row (`masks.distance`). Elements that a mask hides are -inf.
         """
         b, h = head.entry, head.number
         rows, columns = np.arange(row, row + len(Qi))[:, None], np.arange(head.Nk)[None, :]
@@ -141,7 +143,8 @@ class Call:
         return S, derivative
 
     def _capped(self, Qi: Array, K: Array) -> tuple[Array, Array | float]:
-        """Return softcap tanh(scale Qi K^T / softcap), and its derivative by scale Qi K^T.
+        """Return softcap tanh(scale Qi K^T / softcap), and its derivative with respect to scale Qi
+        K^T.
 
         The first result is the argument of score_mod.
         """
@@ -201,7 +204,11 @@ class Call:
             return values.astype(dtype).reshape(whole[0].shape)
 
     def _slope(self, S: Array, head: Head, rows: Array, columns: Array) -> Array:
-        """Return the derivative of score_mod by score_mod_grad, or as a central difference."""
+        """Return the derivative of score_mod with respect to the score, for each element of S.
+
+        The derivative is the result of score_mod_grad if the call has this function. Otherwise it
+        is a central difference.
+        """
         exact = S.astype(np.float64)
         step = np.maximum(_STEP, 1e-10 * abs(exact))  # large enough for float64 if scores are huge
         if "score_mod_grad" in self.mods:

@@ -289,8 +289,10 @@ def _check_backward(
 ) -> None:  # fmt: skip
     """Raise the errors that the backward pass would raise.
 
-    ``own`` are options of the backward pass only. ``strict`` says whether torch must be
-    deterministic, and ``own_tiles`` says whether ``backward_tiles`` were given.
+    ``added`` contains the bias, the ALiBi slopes and the sinks, ``given`` contains the other
+    options of both passes, and ``own`` contains the options of the backward pass only.
+    ``dcaptured`` says whether tensors in ``score_mod`` need gradients. ``strict`` says whether
+    torch must be deterministic, and ``own_tiles`` says whether ``backward_tiles`` were given.
     """
     bias, *_, sinks = added.values()
     dbias, dsinks = (x is not None and x.requires_grad for x in (bias, sinks))
@@ -346,10 +348,10 @@ class _Once(torch.autograd.Function):
 class _Attention(torch.autograd.Function):
     """The differentiable function that maps q, k, v, bias, slopes and sinks to (O, L).
 
-    ``common`` are options of both passes, ``ahead`` those of the forward pass, and ``own`` those of
-    the backward pass. ``captured`` are the tensors that ``score_mod`` uses, and ``names`` are
-    their names. ``others`` are saved too, so that torch notices if such a tensor has changed before
-    the backward pass.
+    ``common`` contains options of both passes. ``ahead`` contains options of the forward pass only,
+    and ``own`` contains options of the backward pass only. ``captured`` are the tensors that
+    ``score_mod`` uses, and ``names`` are their names. ``others`` are tensors that get no gradient.
+    They are saved too, so that torch notices if such a tensor has changed before the backward pass.
     """
 
     @staticmethod

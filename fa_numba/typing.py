@@ -5,7 +5,7 @@ name            values
 =============== ====================================================================================
 Array           an array of NumPy, torch, CuPy, JAX, or any library with DLPack or with
                 ``__cuda_array_interface__``
-A               type variable: results have the type of q
+A               type variable for the type of q, which is also the type of the results
 Lengths         lengths of sequences: integers on the host, or an array
 Stream          a CUDA stream of torch, CuPy or Numba, the address of a stream, or None
 Function        a Python function that is compiled into a kernel, such as ``score_mod``

@@ -14,8 +14,9 @@ from typing import Any
 class Meant:
     """What a rank tells the other ranks: the arguments of its call, or the error of its checks.
 
-    ``call`` contains the arguments by name. ``failure`` is the error that the checks raised, if
-    any. ``said`` is the mapping that other ranks get, and ``word`` is a 62-bit hash of it.
+    ``call`` contains the arguments by name. ``failure`` is the error that the checks raised, or
+    None. ``said`` is the mapping that the rank tells the other ranks: ``call``, or the text of the
+    error. ``word`` is a 62-bit hash of ``said``.
     """
 
     def __init__(self, call: Mapping[str, Any], failure: Exception | None = None):

@@ -78,7 +78,9 @@ def counter() -> LinkBytes | None:
 class Exchange:
     """A message that is being sent and a message that is being received.
 
-    ``wait`` returns the received message.
+    ``works`` are the running operations of torch.distributed. ``sent`` and ``received`` are the
+    tensors of the two messages. ``hop`` is the distance in the ring to the other rank of each
+    message. ``wait`` returns the received tensors.
     """
 
     link: Link
@@ -183,7 +185,11 @@ _side: dict[Any, tuple[Any, Any]] = {}
 
 
 def _side_of(torch: Any, device: Any) -> tuple[Any, Any]:
-    """Return the stream for exchanges and a tensor of one element for the fills, one per GPU."""
+    """Return the stream on which a GPU runs exchanges, and a tensor of one element for the fills.
+
+    ``Link.exchange`` explains the fills. Each GPU has one stream and one tensor, which are made at
+    the first call.
+    """
     if device not in _side:
         _side[device] = torch.cuda.Stream(device), torch.empty(1, device=device)
     return _side[device]

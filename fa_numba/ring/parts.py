@@ -58,7 +58,8 @@ class Kind:
     layout : {"bhnd", "bnhd"}
         Order of the axes of q.
     like : sequence of torch.Tensor
-        This rank's tensors whose shapes the parts have.
+        Tensors of this rank. A part has one tensor for each of them, with the same shape apart from
+        the number of rows.
     lse : bool, default False
         Whether the parts have an L, (batch, heads, rows).
     columns : int, optional
@@ -150,7 +151,11 @@ class Sum:
 
 
 def cut(x: Any, entries: Span, rows: Span, begin: int, axis: int) -> Any:
-    """Return a view of these batch entries and rows of a tensor whose first row is ``begin``."""
+    """Return a view of some batch entries and rows of a tensor.
+
+    ``entries`` and ``rows`` are pairs (begin, end). ``begin`` is the number of the tensor's first
+    row, and ``axis`` is the axis of the rows.
+    """
     some = x.narrow(0, entries[0], entries[1] - entries[0])
     return some.narrow(axis, rows[0] - begin, rows[1] - rows[0])
 

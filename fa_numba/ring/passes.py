@@ -1,10 +1,14 @@
 """The forward and the backward pass of a rank.
 
-The travelling operands stop at ranks that compute something with them (``visible.Course``). A stop
-computes two kinds of results. Results of the operands that stay are summed on their rank. Results
-of the travelling operands follow these operands one stop later, and return to the owner after the
-last stop. The message starts at the first stop after the owner, and each stop adds a result to it.
-The owner keeps the result of its own part, and adds the message to it at the end.
+The travelling operands stop at ranks that compute something with them (``visible.Course``). At a
+stop, a rank computes two results: one for the operands that stay, and one for the travelling
+operands.
+
+- Results for the operands that stay are summed on their rank.
+- Results for the travelling operands are summed in a message. The first stop after the owner starts
+  the message. Each later stop receives the message, adds a result to it, and sends it to the next
+  stop. The last stop sends it back to the owner. The owner keeps the result of its own part, and
+  adds the message to it at the end.
 
 With travels="kv", O and dQ stay, and dK and dV are sent. With travels="q", O and dQ are sent, and
 dK and dV stay.
@@ -255,7 +259,10 @@ def _around(
         return turned(*call(piece, heads, *turned(there, here)))
 
     def compute_own(shares: list[Heads | None], done: bool) -> None:
-        """Compute groups of heads of the rank's own part; if ``done``, add it to the sums."""
+        """Compute groups of heads of the rank's own part.
+
+        If ``done``, add the results to the sums.
+        """
         for piece in pieces[0]:
             for heads in shares:
                 more = computed(piece, travelling, 0, heads)

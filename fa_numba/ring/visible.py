@@ -87,7 +87,8 @@ def mask_of(
 ) -> Mask | None:  # fmt: skip
     """Return the mask of a sequence with ``rows`` rows and ``columns`` columns.
 
-    Return None if window and lengths hide nothing that ``causal`` does not hide.
+    Return None if ``causal`` alone describes the mask: the window hides nothing else, and all rows
+    and columns are valid.
     """
     left, right = (None if side < 0 else side for side in window)
     every = zip(q_lens or batch * [rows], kv_lens or batch * [columns], strict=True)

@@ -30,15 +30,15 @@ class MmaSpec(Spec):
     """A forward kernel on tensor cores.
 
     A warp has 16 rows of S, or a multiple of 16, and all columns. With ``splits_keys`` a warp has
-    all rows, and an equal part of the columns. Thread (ty, tx) has position tx of 4 in group ty of
-    a fragment (intrinsics/matrix.py). It has the rows ty + 8 i and, of each 8 columns, the columns
-    2 tx and 2 tx + 1.
+    all rows, and an equal part of the columns. Four threads share a row. Thread (ty, tx), with tx
+    from 0 to 3, has the rows ty + 8 i. Of each 8 columns, it has the columns 2 tx and 2 tx + 1. The
+    module ``intrinsics/matrix.py`` shows these elements in a table.
 
     field         meaning
     dtype         dtype of the 16-bit matrices
     splits_keys   whether the warps divide the columns of S instead of the rows
-    ablated       the measures in ``MEASURES`` that are switched off. Without "swizzle" rows in
-                  shared memory are padded, unless "padding" is switched off too
+    ablated       the measures in ``MEASURES`` that are switched off. If "swizzle" is switched off,
+                  rows in shared memory are padded, unless "padding" is switched off too
     stages        number of tiles of K, and of V, in shared memory
     """
 
@@ -274,7 +274,7 @@ class StandardSpec(MmaSpec):
 
     @property
     def shared_bytes(self) -> int:
-        """Number of bytes of shared memory of the kernel that needs most of them."""
+        """Number of bytes of shared memory, for the kernel of this spec that needs the most."""
         stages = max(sum(self.stage_halves), sum(self.transposed_halves))
         return 2 * max(sum(self.tile_halves), 2 * stages)
 

@@ -22,16 +22,17 @@ UNITS = 3
 class MmaBackwardSpec(GradientSpec, MmaSpec):
     """A backward kernel on tensor cores, with the transposed ST and dPT in registers.
 
-    A warp has 16 or 32 columns of S. ``row_warps`` is the number of warps that share columns:
+    A warp has 16 or 32 columns of S. ``row_warps`` is the number of warps that share columns. PT
+    and dST are first operands of the products dV += PT dO and dK += dST Q:
 
-    row_warps   rows of a warp   where PT and dST are        columns of dK and dV of a warp
-    1           all rows         in registers                all columns
-    2           half the rows    in shared memory            half the columns
+    row_warps   rows of a warp   first operands are read from   columns of dK and dV of a warp
+    1           all rows         registers                      all columns
+    2           half the rows    shared memory                  half the columns
 
-    PT and dST are first operands of the products dV += PT dO and dK += dST Q. Two row warps halve
-    the registers for dK and dV. Thread (ty, tx) has the columns tx + 8 j and, of each 8 rows, the
-    rows 2 ty and 2 ty + 1; ty and tx count over all warps. dQ needs all columns of dS. Therefore
-    dST is in shared memory, and ``query_warps`` x ``chunk_warps`` warps share a tile of dQ.
+    Two row warps halve the registers for dK and dV. Thread (ty, tx) has the columns tx + 8 j of S
+    and, of each 8 rows, the rows 2 ty and 2 ty + 1. The numbers ty and tx include the position of
+    the warp in the tile. The product dQ = dS K needs all columns of dS. Therefore dST is also
+    stored in shared memory, and ``query_warps`` x ``chunk_warps`` warps share a tile of dQ.
 
     With ``vector_adds`` an atomic add adds two neighbouring elements at once. GPUs have such adds
     from compute capability 9.0 on.
@@ -62,7 +63,8 @@ class MmaBackwardSpec(GradientSpec, MmaSpec):
 
     @property
     def longest_arrays(self) -> tuple[int, int]:
-        """Two sizes of register arrays of a thread: for fragments of K or V, and for dK or dV.
+        """Sizes of a thread's register arrays: first for fragments of K or V, then for sums of dK
+        or dV.
 
         The arrays for K and for V have equal sizes: the larger of the sizes that K and V need. The
         arrays for dK and for dV have the larger of the sizes that dK and dV need.
@@ -122,10 +124,14 @@ class MmaBackwardSpec(GradientSpec, MmaSpec):
 
     @property
     def warp_parts(self) -> tuple[int, int, int, int]:
-        """Four numbers that say which part of a tile a warp has, in this order.
+        """Four numbers that say which part of a tile a warp has.
 
-        1. Number of warps that share columns of S. 2. Number of rows of S of a warp. 3. Number of
-        columns of S of a warp. 4. Number of columns of dK and dV of a warp.
+        The numbers are, in this order:
+
+        1. number of warps that share columns of S,
+        2. number of rows of S of a warp,
+        3. number of columns of S of a warp,
+        4. number of columns of dK and dV of a warp.
         """
         U = self.row_warps
         return U, self.Br // U, 8 * self.TN, self.columns // U

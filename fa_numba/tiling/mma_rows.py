@@ -21,10 +21,10 @@ class TileRows:
     padded     chunk c of the row; rows begin 16 bytes further apart
     neither    chunk c of the row; reads can have bank conflicts
 
-    g is the largest power of two that divides the number of chunks of a row, and at most 8. In a
-    swizzled row the two chunks of 32 bytes stay neighbours, so that a copy from global memory
-    fetches each 32-byte sector once. In the padded layout, every other row begins in the middle of
-    32 aligned bytes. A copy fetches each sector of these rows twice.
+    g is the largest power of two that divides the number of chunks of a row, and at most 8. Two
+    chunks that fill a 32-byte sector of global memory are also neighbours in a swizzled row. A copy
+    from global memory therefore fetches each sector once. In the padded layout, every other row
+    begins in the middle of 32 aligned bytes. A copy fetches each sector of these rows twice.
     """
 
     columns: int

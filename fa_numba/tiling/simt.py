@@ -22,12 +22,16 @@ BANKS = 32
 
 @dataclass(frozen=True)
 class SharedRows:
-    """The layout of a tile's rows in shared memory. All fields are in floats or rows.
+    """The layout of a tile's rows in shared memory.
 
-    Column c of row r is at the index ``r * pitch + (c ^ unit * (r // step % ways))``. The exclusive
-    or is a swizzle: it puts elements that are read together into different banks. Rows are not
-    padded, because an asynchronous copy then fetches each 32-byte sector of global memory only
-    once.
+    Column c of row r is at the index ``r * pitch + (c ^ unit * (r // step % ways))``. ``pitch`` is
+    the number of floats from the start of a row to the start of the next row. The exclusive or is a
+    swizzle: it puts elements that are read together into different banks. The swizzle moves groups
+    of ``unit`` neighbouring floats. ``step`` neighbouring rows have the same swizzle, and there are
+    ``ways`` different swizzles.
+
+    Rows are not padded, because an asynchronous copy then fetches each 32-byte sector of global
+    memory only once.
     """
 
     pitch: int
@@ -95,12 +99,12 @@ class SimtSpec(Spec):
 
     @property
     def whole_columns(self) -> int:
-        """Number of floats of a row in shared memory, with zeros up to ``columns`` floats.
+        """Number of floats of a row in shared memory, including the zeros at the end of the row.
 
-        The number is ``columns``, with one exception. Four floats are added if V's head dimension,
-        rounded up to a multiple of 4, is not a multiple of 8. Rows in global memory then end in the
-        middle of a 32-byte sector. With the four floats, rows in shared memory also end in the
-        middle of 32 bytes.
+        Normally the number is ``columns``. Four floats are added if V's head dimension, rounded up
+        to a multiple of 4, is not a multiple of 8. Rows in global memory then end in the middle of
+        a 32-byte sector. With the four floats, rows in shared memory also end in the middle of 32
+        bytes.
         """
         return self.columns + round_up(self.d_v, 4) % 8
 
@@ -287,9 +291,9 @@ def select_spec(
     ``shared_limit`` is the shared memory of a thread block in bytes. Raise ValueError in these
     cases:
 
-    - The tiles need more shared memory.
-    - No way to share the tile among threads fits in registers.
-    - No way has the number of threads ``tiles.threads``.
+    - The tiles need more than ``shared_limit`` bytes of shared memory.
+    - The tiles do not fit in registers, in whatever way the threads share them.
+    - The threads of a block cannot share the tiles if their number is ``tiles.threads``.
     """
     even = splits(tiles.Br, tiles.Bc, head_dim, kind, any_registers=True, **facts)
     if even:

@@ -171,8 +171,9 @@ class Spec(ABC):
     def folds_scale(self) -> bool:
         """Whether the softmax multiplies by the scale inside the exponent.
 
-        Otherwise the scores are multiplied by the scale before the softmax. Folding needs a
-        positive scale, which keeps the order of the scores, and no option that changes scores.
+        Otherwise the scores are multiplied by the scale before the softmax. The value is True if
+        the scale is known to be positive, and no option changes the scores. A positive scale keeps
+        the order of the scores, so that their maximum can be found before the multiplication.
         """
         return self.positive_scale and not self.features.changes_scores
 
@@ -236,14 +237,15 @@ class Spec(ABC):
 
     @property
     def stays(self) -> Text | None:
-        """Text of the function that the kernel applies to the scores after masking, or None.
+        """Text of the ``score_mod`` that the kernel computes after it masks the scores, or None.
 
-        Usually a kernel applies ``score_mod`` before it masks the scores, and the value is None.
-        Some backward kernels on Hopper mask the scores first, and apply ``score_mod`` later,
-        together with dS (``Features.scores_stay``). The masking step of these kernels has a spec
-        with this text (``wgmma_backward.hidden_alone``). The step applies the factor and the inner
-        function of the text, and replaces hidden scores by a finite number. If the text is empty,
-        the step multiplies by the scale instead.
+        Usually a kernel computes ``score_mod`` before it masks the scores, and the value is None.
+        Some backward kernels on Hopper mask the scores in a first step, and compute ``score_mod``
+        in a second step, together with dS (``Features.scores_stay``). The spec of the first step
+        has this text (``wgmma_backward.hidden_alone``). The first step multiplies the scores by the
+        factor of the text, applies the inner function of the text (``mods.Text``), and replaces
+        hidden scores by a finite number. If the text is empty, the first step multiplies by the
+        scale instead.
         """
         return None
 
@@ -297,7 +299,12 @@ class Spec(ABC):
 
 
 class ValuesSpec(Spec):
-    """A spec whose sizes are of Q, K, dQ and dK. ``of_values`` has the sizes of V, O, dO and dV."""
+    """A spec of a kernel in which Q, K, dQ and dK can have another head dimension than V, O, dO and
+    dV.
+
+    The spec describes tiles of Q, K, dQ and dK. The spec ``of_values`` describes tiles of V, O, dO
+    and dV.
+    """
 
     @property
     def of_values(self: _Own) -> _Own:

@@ -90,15 +90,16 @@ class ForwardPipelines(NamedTuple):
 
 
 def spare_taken(features: Features) -> int:
-    """Return how many of the ``SPARE`` parts of three consumers' registers the options take.
+    """Return how many parts of a consumer thread's spare registers the options of a call take.
+
+    With three consumer warpgroups, a consumer thread has few registers to spare. They are counted
+    in ``SPARE`` equal parts. The parts of several options are added:
 
     options                                          parts
     packed sequences                                 3
-    kv_lens, or key splits together with q_lens      2
+    kv_lens, or key splits together with q_lens      2; 0 for packed sequences
     alibi_slopes, block_table or dropout_p           SPARE + 1: more than there are
     window                                           3
-
-    The parts of several options are added. With packed sequences, lengths take no further parts.
     """
     ends = 2 if features.kv_lens or (features.splits and features.q_lens) else 0
     ends = 3 if features.packed else ends
@@ -444,8 +445,9 @@ def select_wgmma_spec(
 
     ``facts`` are the fields of the spec except the sizes. ``shared_limit`` is the shared memory of
     a thread block in bytes. ``shares`` says whether several thread blocks may share a
-    multiprocessor. If each of them has one consumer, two or three thread blocks do so, as many as
-    fit.
+    multiprocessor. If they may, and a thread block has one consumer, the spec is for three thread
+    blocks on a multiprocessor. If three thread blocks do not fit, it is for two, and otherwise for
+    one.
 
     The number of slots for Q is max(2, stages), or 1 if shared memory does not hold more slots.
     Raise ValueError as ``within_registers`` does, and for tiles that do not fit in shared memory.

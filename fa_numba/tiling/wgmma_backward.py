@@ -492,7 +492,7 @@ def hidden_alone(spec: _Specialised) -> _Specialised:
     """Return a copy of ``spec`` for the first of two steps in which a kernel computes scores.
 
     The first step hides elements of S. The second step computes the cap, ``score_mod``, ALiBi and
-    the bias, together with dS. The copy therefore lacks these options, and its field ``stays``
+    the bias, together with dS. The copy therefore does not have these options. Its field ``stays``
     contains the text of the function that the second step applies. The first step also hides rows
     beyond the end of Q, because the caller's function may return NaN there.
     """

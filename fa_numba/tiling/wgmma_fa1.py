@@ -55,8 +55,9 @@ class WgmmaFa1Spec(WgmmaSpec):
         """Numbers of registers of a producer thread and of a consumer thread.
 
         Producer threads release registers after the launch, and consumer threads take them. These
-        are the numbers after this exchange. If two consumers have a large part of S, or planes, a
-        consumer thread gets more registers (``_REGISTERS_OF_LARGE``).
+        are the numbers after this exchange. With two consumers, a consumer thread gets more
+        registers if its part of S is large, or if the kernel works with planes
+        (``_REGISTERS_OF_LARGE``).
         """
         large = self.TM * self.TN > _LARGE or self.planes > 1
         if self.consumers == 2 and large:

@@ -2,8 +2,8 @@
 
 ``FA2_VARIANTS`` and ``FA1_VARIANTS`` are the tables, one for each algorithm. The rows are tried in
 their order, and ``variant_of`` returns the first row that fits a call. The spec of a kernel
-contains its row (``WgmmaBackwardSpec.variant``), and the kernel takes its consumers from the row.
-``plan.why`` prints the row.
+contains its row (``WgmmaBackwardSpec.variant``). The row says which code the consumers of the
+kernel run. ``plan.why`` prints the row.
 
 A gain is a ratio of times that were measured on an H100 or H200. The files h100_trials.csv and
 h200_trials.csv in tests/data have the times, under the name of the trial. "Compiled, not timed"
@@ -104,10 +104,10 @@ def slopes_alone(features: Features) -> bool:
 def _masks_alone(call: BackwardCall) -> bool:
     """Return whether a call has no option except a causal mask or a block mask.
 
-    The block mask may have a ``mask_mod``. For head dimensions above 64, the result is False if
-    kernels may call the ``mask_mod`` only with rows and columns of S (``Mod.inside``). An example
-    is a ``mask_mod`` that reads an array at i or j. Its kernel would spill registers. These
-    conditions must hold too:
+    The block mask may have a ``mask_mod``, with one exception. For head dimensions above 64, the
+    result is False if the ``mask_mod`` must not be called with rows or columns beyond S
+    (``Mod.inside``). An example is a ``mask_mod`` that reads an array at i or j. Its kernel would
+    spill registers. These conditions must hold too:
 
     - A thread block has the rows of one query head.
     - A thread block does not share its column tile with other thread blocks.
@@ -123,10 +123,11 @@ def _masks_alone(call: BackwardCall) -> bool:
 
 
 def _changes_kept_products(call: BackwardCall) -> bool:
-    """Return whether a call has a softcap, or ALiBi slopes with a head dimension above 48.
+    """Return whether a call changes the scores by a softcap, or by ALiBi with a head dimension
+    above 48.
 
-    The result is False if the kernel keeps the scores until dS because of a ``score_mod``
-    (``Features.scores_stay``). The number 48 is ADDED_BESIDE.
+    The number 48 is ADDED_BESIDE. The result is False if the kernel keeps the scores in registers
+    until it computes dS (``Features.scores_stay``).
     """
     slopes = call.features.alibi and call.largest_dim > ADDED_BESIDE
     return (call.features.softcap or slopes) and not call.features.scores_stay
