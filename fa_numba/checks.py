@@ -467,8 +467,8 @@ def check_appended(
 def table_lengths(value: Any, shape: tuple[int, ...], page_size: int) -> tuple[int, ...]:
     """Return ``kv_lens`` as a tuple of int, one for each sequence.
 
-    Raise an error for a sequence that has more keys than the pages in its row of the block table
-    have rows. ``shape`` is the shape of the block table.
+    ``shape`` is the shape of the block table, (batch, pages per sequence). Raise ValueError if a
+    sequence has more keys than (pages per sequence) x ``page_size``.
     """
     batch, each = shape
     rows = f"{each} pages of {page_size} rows in block_table"

@@ -19,9 +19,11 @@ _philox = make_philox(np.uint32, np.uint64)
 def kept(
     entry: int, head: int, rows: range, columns: int, *, dropout_p: float, seed: int, offset: int
 ) -> np.ndarray:
-    """Return which elements of these rows, and of the first `columns` columns, dropout keeps.
+    """Return which elements of P dropout keeps, for some rows of one head.
 
-    The result is a bool array of shape (len(rows), columns), True for a kept element.
+    ``entry`` and ``head`` are the numbers of the batch entry and of the query head. ``rows`` are
+    the rows, and ``columns`` is the number of columns from column 0 on. The result is a bool array
+    of shape (len(rows), columns), True for a kept element.
     """
     groups = ceil_div(columns, APART * DRAW_COLUMNS)
     counters = np.arange(groups * APART, dtype=np.uint32)[None, :]

@@ -35,9 +35,10 @@ class DType:
 
     @property
     def sums_in_place(self) -> bool:
-        """Whether an output of this dtype can store float32 sums between two passes.
+        """Whether an output of this dtype can store float32 sums while a kernel still adds to them.
 
-        If not, the sum is stored in another float32 array, and rounded to the output at the end.
+        If not, the sums are stored in another array of float32, and rounded to the output at the
+        end.
         """
         return self.host == "float32"
 

@@ -585,7 +585,10 @@ class Wgmma(Unit):
 
 
 def adds_elements(features: Features) -> bool:
-    """Return whether gradients of captured arrays are added one element of S at a time."""
+    """Return whether gradients of captured arrays are added one element of S at a time.
+
+    Captured arrays are arrays outside of a ``score_mod`` that the ``score_mod`` reads.
+    """
     gradient = None if features.dcaptured is None else features.dcaptured.gradient
     return gradient is not None and gradient.scattered
 
@@ -608,7 +611,7 @@ def heads_share_tiles(request: Request) -> bool:
 def _differs_by_head(features: Features) -> bool:
     """Return whether a call has an option with which query heads cannot share a row tile.
 
-    These options are ALiBi slopes, a bias, dropout, functions of the caller, a block mask, and
+    These options are ALiBi slopes, a bias, dropout, ``score_mod``, ``mask_mod``, a block mask, and
     float32 in planes.
     """
     own = features.alibi or features.bias or features.dropout or features.calls

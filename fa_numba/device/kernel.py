@@ -74,7 +74,10 @@ class Kernel:
         return self._assembled(linking.compiled(self, capability), capability)
 
     def _assembled(self, code: linking.Compiled, capability: tuple[int, int]) -> tuple[bytes, str]:
-        """Return the machine code and the name of its entry, after storing both on disk."""
+        """Assemble compiled code, and store the machine code on disk.
+
+        Return the machine code (cubin) and the name of its entry point.
+        """
         cubin, _ = code.assembled()
         name = linking.entry_of(cubin)
         kernel_cache.write(self, capability, cubin, name)

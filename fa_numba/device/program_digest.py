@@ -85,10 +85,12 @@ def digest_of(text: str) -> str:
 
 
 def program_of(kernel: Any, *, emulated: bool = False) -> Program:
-    """Return the program of a ``Kernel``, for a GPU or for the emulator.
+    """Return the digest of a ``Kernel``, and the modules that its code is in.
 
-    The outside values of a kernel must be numbers, types, functions, modules, or containers of
-    these. Raise Unknown for another value, and ValueError if the source of the code is missing.
+    ``emulated`` selects the digest for the emulator instead of the digest for a GPU. The values
+    that the kernel takes from closures and modules must be numbers, types, functions, modules, or
+    containers of these. Raise Unknown for another value, and ValueError if the source of the code
+    is missing.
     """
     reader = _readers[emulated]
     inner = reader.function(kernel.function)
@@ -103,9 +105,9 @@ def _parameters(function: Any) -> tuple[str, ...]:
 
 
 class _Reader:
-    """Computes the programs of functions, for a GPU or for the emulator.
+    """Computes the digests of functions, for a GPU or for the emulator.
 
-    A program is cached as long as its function exists.
+    The digest of a function is cached as long as the function exists.
     """
 
     def __init__(self, emulated: bool) -> None:
@@ -116,7 +118,7 @@ class _Reader:
         self._modules: set[str] = set()
 
     def function(self, function: Any) -> Program:
-        """Return the program of a Python function."""
+        """Return the digest of a Python function, and the modules that its code is in."""
         if function in self._known:
             found = self._known[function]
             self._modules |= found.modules
@@ -415,7 +417,11 @@ class _Writer:
         self._put(" ?")
 
     def _chain(self, node: ast.AST) -> tuple[str, ...]:
-        """Return the names of ``a.b.c`` if ``a`` is an outside name; empty for other nodes."""
+        """Return the names in an expression such as ``a.b.c``, if ``a`` is a name from outside.
+
+        A name from outside is a name that the function takes from its closure or its globals. The
+        result is empty for any other expression.
+        """
         attributes: list[str] = []
         while isinstance(node, ast.Attribute):
             attributes.append(node.attr)

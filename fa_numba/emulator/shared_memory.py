@@ -467,7 +467,10 @@ class SharedArray(Unconverted):
             self._check(p, lane, "overwrites", "read", buffer.reads[0, :, p].tolist())
 
     def _updates(self, lane: int, p: int) -> None:
-        """Raise, or report, the race of an atomic update of element `p` of the buffer by a lane."""
+        """Raise, or report, a race of a lane's atomic update of element `p` of the buffer.
+
+        Nothing happens if there is no race.
+        """
         buffer = self.buffer
         assert buffer.atomics is not None and buffer.plain is not None
         last = int(buffer.written[0, p])
@@ -482,10 +485,11 @@ class SharedArray(Unconverted):
         return "atomically updated" if atomic else "wrote"
 
     def _check(self, p: int, lane: int, does: str, did: str, stamps: Iterable[int]) -> None:
-        """Raise, or report, a race of a lane's access with the accesses that have these stamps.
+        """Raise, or report, a race of a lane's access with earlier accesses to the same element.
 
-        All accesses are to element `p` of the buffer. `does` and `did` are the verbs for the
-        message, such as "reads" and "wrote".
+        The element is `p` of the buffer. `stamps` are the stamps of the earlier accesses. `does`
+        and `did` are the verbs for the message, such as "reads" and "wrote". Nothing happens if
+        there is no race.
         """
         base = self.ctx.base[0]
         for stamp in stamps:

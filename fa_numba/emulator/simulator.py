@@ -19,10 +19,10 @@ _ADVICE = (
 
 
 def turn_off(imported: bool) -> bool:
-    """Turn Numba's simulator off if the user has asked for it; return whether the user has.
+    """Turn Numba's simulator off if it is on; return whether it was on.
 
-    ``imported`` says whether ``numba.cuda`` was imported before. Raise ImportError if it was
-    imported as the simulator.
+    ``imported`` says whether ``numba.cuda`` was imported before. Raise ImportError if the simulator
+    is on and was imported before, because it can then not be replaced.
     """
     if not config.ENABLE_CUDASIM:
         return False

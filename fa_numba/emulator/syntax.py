@@ -1,7 +1,8 @@
 """Helpers for syntax trees, used by rewrite.py and expressions.py.
 
-Some helpers make parts of a rewritten function, such as calls of the emulator. Other helpers find
-out which names statements assign, and whether statements return, break or continue.
+Some helpers make the syntax tree of a part of a rewritten function, such as a call of a function of
+the emulator. Other helpers find out which names statements assign, and whether statements return,
+break or continue.
 """
 
 from __future__ import annotations
@@ -26,50 +27,54 @@ DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 
 
 def runtime(name: str, store: bool = False) -> ast.Name:
-    """Return the name in a rewritten function that refers to the emulator's name `name`."""
+    """Return the syntax tree of a name that refers to an object of the emulator.
+
+    `name` is the name of the object in the emulator. A rewritten function uses it with a prefix.
+    `store` says whether the function assigns to the name.
+    """
     return ast.Name(PREFIX + name, ast.Store() if store else ast.Load())
 
 
 def call(name: str, *args: ast.expr) -> ast.Call:
-    """Return a call of the emulator's function `name`."""
+    """Return the syntax tree of a call of the emulator's function `name`."""
     return ast.Call(runtime(name), list(args), [])
 
 
 def context(name: str) -> ast.Attribute:
-    """Return the attribute `name` of the launch."""
+    """Return the syntax tree that reads the attribute `name` of the running launch."""
     return ast.Attribute(runtime("C"), name, ast.Load())
 
 
 def method(owner: ast.expr, name: str, *args: ast.expr) -> ast.Call:
-    """Return a call of the method `name` of the object `owner`."""
+    """Return the syntax tree of a call of the method `name` of the object `owner`."""
     return ast.Call(ast.Attribute(owner, name, ast.Load()), list(args), [])
 
 
 def exits(name: str, *args: ast.expr) -> ast.Call:
-    """Return a call of the method `name` of the function's `Exits` object."""
+    """Return the syntax tree of a call of a method of the function's `Exits` object."""
     return method(runtime("exits"), name, *args)
 
 
 def assign(target: ast.expr, value: ast.expr) -> ast.Assign:
-    """Return the statement `target = value`."""
+    """Return the syntax tree of the statement `target = value`."""
     return ast.Assign([target], value)
 
 
 def set_mask(value: ast.expr) -> ast.Assign:
-    """Return a statement that assigns `value` to the mask of the launch."""
+    """Return the syntax tree of a statement that assigns `value` to the mask of the launch."""
     return assign(ast.Attribute(runtime("C"), "mask", ast.Store()), value)
 
 
 def is_same(value: ast.expr, other: ast.expr, negated: bool = False) -> ast.Compare:
-    """Return the comparison `value is other`, or `value is not other` if `negated`."""
+    """Return the syntax tree of `value is other`, or of `value is not other` if `negated`."""
     return ast.Compare(value, [ast.IsNot() if negated else ast.Is()], [other])
 
 
 def class_is(value: ast.expr, name: str, negated: bool = False) -> ast.Compare:
-    """Return an expression that tests the class of a value in the rewritten function.
+    """Return the syntax tree of an expression that tests the class of a value.
 
-    The expression is true if the class is the class that the emulator's name `name` refers to. If
-    `negated` is set, the expression is true for every other class.
+    `name` is the emulator's name of a class. The expression is true if `value` is of this class
+    itself. If `negated` is set, the expression is true if `value` is of any other class.
     """
     return is_same(ast.Attribute(value, "__class__", ast.Load()), runtime(name), negated)
 
@@ -88,12 +93,12 @@ def is_negative(node: ast.expr) -> bool:
 
 
 def negated(value: ast.expr) -> ast.UnaryOp:
-    """Return the expression `not value`."""
+    """Return the syntax tree of the expression `not value`."""
     return ast.UnaryOp(ast.Not(), value)
 
 
 def when(test: ast.expr, body: list[ast.stmt]) -> ast.If:
-    """Return an `if` statement without `else`."""
+    """Return the syntax tree of an `if` statement without `else`."""
     return ast.If(test, body, [])
 
 

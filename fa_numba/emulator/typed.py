@@ -77,7 +77,10 @@ def _history() -> list[str]:
 
 
 def _statements(lines: Sequence[str]) -> Iterator[str]:
-    """Yield the complete statements among typed lines, without statements that are wrong."""
+    """Yield the complete statements among typed lines.
+
+    Statements with syntax errors are left out.
+    """
     # First line of a possible statement, and its last line without indentation.
     first = begin = 0
     for stop, following in enumerate([*lines[1:], ""], 1):
@@ -95,7 +98,7 @@ def _statements(lines: Sequence[str]) -> Iterator[str]:
 
 
 def _complete(text: str) -> bool | None:
-    """Return True for a complete statement, False for an incomplete one, None for a wrong one."""
+    """Return whether a text is a complete statement; None if it has a syntax error."""
     try:
         return codeop.compile_command(text) is not None
     except (SyntaxError, ValueError, OverflowError):
@@ -103,7 +106,10 @@ def _complete(text: str) -> bool | None:
 
 
 def _compiled(text: str, mode: str, flags: int) -> CodeType | None:
-    """Return the compiled text; None if it is wrong. `mode` and `flags` are those of `compile`."""
+    """Return the code object of a text, or None if the text has a syntax error.
+
+    `mode` and `flags` are the arguments of Python's `compile`.
+    """
     try:
         return compile(text, "<typed>", mode, flags, dont_inherit=True)
     except (SyntaxError, ValueError):
