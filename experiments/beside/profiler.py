@@ -127,7 +127,7 @@ CERTAIN = (*counters.TRAFFIC, f"{_WAVEFRONTS}.sum", f"{_CONFLICTS}.sum")
 
 
 def counted(counts: Counts) -> dict[str, int]:
-    """Return the emulator's number for each counter in COUNTERS, by our names."""
+    """Return the emulator's numbers as {name of a counter in COUNTERS: number}."""
     return {name: counter.counted(counts) for name, counter in COUNTERS.items()}
 
 
@@ -182,8 +182,9 @@ def _named(metric: str, text: str) -> bool:
 
 
 def executed(opcodes: Mapping[str, float]) -> dict[str, float]:
-    """Return the number of executed warp instructions by our names.
+    """Return the numbers of executed warp instructions as {name of a counter: number}.
 
+    The counters are those in COUNTERS that count instructions, such as "mma instructions".
     `opcodes` maps an opcode to its number of executions.
     """
     return {

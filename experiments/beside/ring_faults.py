@@ -240,7 +240,7 @@ def _named(call: Callable[[], None], begin: float, ranks: int) -> str:
 
 @contextmanager
 def _killing() -> Iterator[None]:
-    """Context manager: kill this process when a call inside is about to send its first message."""
+    """A context manager that kills this process when a call inside it sends its first message."""
     from fa_numba.ring.link import Link
 
     def exchange(*arguments: Any, **options: Any) -> None:

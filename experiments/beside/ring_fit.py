@@ -30,7 +30,7 @@ class Fit:
     Parameters
     ----------
     machine : Measured
-        The measured speeds with the fitted parameters, if the model was refitted.
+        The measured speeds. If the model was refitted, they contain the fitted parameters.
     ranks : int
         Largest measured number of GPUs. The model was compared with its calls, or fitted to them.
     before : float

@@ -96,9 +96,9 @@ def run(tasks: Sequence[Task], ranks: int) -> Generator[Found]:
     """Time tasks in `ranks` processes of this host, one process per GPU.
 
     Yield the result of each task as soon as it is known. If the processes fail, the task at which
-    they failed gets a result with the reason, and new processes go on with the next task. If two
-    starts in a row give no result, all remaining tasks get the reason. The processes end when the
-    caller stops.
+    they failed gets a result with the reason. New processes then continue with the next task. If
+    the processes fail twice in a row before they have a result, all remaining tasks get results
+    with the reason. The processes end when the caller stops the iteration.
     """
     done, useless = 0, 0
     while done < len(tasks):

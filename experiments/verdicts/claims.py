@@ -47,7 +47,7 @@ def round_trips(series: str) -> Quantity:
 
 
 def tiles(series: str, array: str, causal: bool = False) -> Pair:
-    """Return how many tiles of an array a series loads, and how many the claim says."""
+    """Return two numbers: the tiles of an array that a series loads, and the claim's number."""
     seen = counted(series, array, "loads", causal, TILE * D)
     return seen, TILES * (TILES + 1) / 2 if causal else float(TILES**2)
 

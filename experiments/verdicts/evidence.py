@@ -131,7 +131,10 @@ class Quantity:
         return self._along(made)
 
     def most(self) -> Quantity:
-        """Return the largest number of each series. Its place lacks the last element."""
+        """Return the largest number of each series.
+
+        The place of the result is the place of the series without the last element.
+        """
         return self._along(lambda curve: {curve[0][0][:-1]: max(value for _, value in curve)})
 
     def _along(self, made: Callable[[Curve], Numbers]) -> Quantity:

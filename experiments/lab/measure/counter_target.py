@@ -31,7 +31,7 @@ _INPUTS = Inputs(gradient=True)
 
 @lru_cache(1)
 def arrays_of(problem: Problem) -> tuple[Any, ...]:
-    """Return q, k, v and dout of a problem on the GPU. The arrays of the last problem are kept."""
+    """Return q, k, v and dout of a problem on the GPU. The last problem's arrays are cached."""
     return tuple(device.to_gpu(x.astype(problem.dtype)) for x in _INPUTS(problem))
 
 

@@ -72,7 +72,8 @@ def call(
     problem : Problem
         The problem.
     q, k, v : array
-        Inputs on the GPU. They are viewed, not copied.
+        Inputs on the GPU. torch uses their memory without a copy. Only the series `UNFUSED` copies
+        k and v, if several query heads share a K/V head.
     dropout_p : float, default 0.0
         Probability that an element of P is dropped.
     kv_lens : sequence of int, optional

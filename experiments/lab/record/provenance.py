@@ -18,7 +18,8 @@ def of_rows(runs: Sequence[Mapping[str, Any]], rows: Iterable[Row]) -> list[Mapp
 def dates_and_commits(runs: Sequence[Mapping[str, Any]]) -> str:
     """Return the dates and the commits of runs as text.
 
-    A "+" after a commit means that the code had uncommitted changes.
+    If all runs have the same commit, the text contains only the last date. A "+" after a commit
+    means that the code had uncommitted changes.
     """
     commits = list(dict.fromkeys(map(_commit, runs))) or [_commit({})]
     dates = sorted({run.get("date") or "undated" for run in runs}) or ["undated"]

@@ -141,7 +141,7 @@ def text(name: str, store: Store) -> str:
     Returns
     -------
     str
-        Markdown text. It says so if there is no recording.
+        Markdown text. If there is no recording, the text says this instead.
 
     Raises
     ------
