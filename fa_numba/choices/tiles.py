@@ -360,10 +360,10 @@ def _rounds(request: Request, rows: int, heads: int, Br: int) -> int:
 
 
 def takes_slots(features: Features) -> bool:
-    """Return whether a call has no options except a causal mask or a window, or both.
+    """Return whether a call may use additional pipeline slots for Q, K and V.
 
-    More slots for Q, K and V, and more thread blocks per multiprocessor, are used for such calls
-    only. They were not measured for other calls.
+    Such a call may also run more thread blocks per multiprocessor. The call must have no options
+    except a causal mask and a window. Calls with other options were not measured.
     """
     return replace(features, causal=False, window=False) == PLAIN
 

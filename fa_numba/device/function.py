@@ -11,9 +11,9 @@ from numba import cuda
 class DeviceFunction:
     """A function that kernels call, inlined into the kernel.
 
-    Numba sees this object as the result of ``numba.cuda.jit(device=True, inline="always")``. That
-    result is made when Numba first needs it, because to make it is slow, and a kernel calls about a
-    hundred device functions. The emulator uses only ``py_func``. Numba's inliner also reads
+    For Numba, this object is the result of ``numba.cuda.jit(device=True, inline="always")``. The
+    result is slow to make, and a kernel calls about a hundred device functions. It is therefore
+    made when Numba first needs it. The emulator uses only ``py_func``. Numba's inliner also reads
     ``targetoptions``.
     """
 

@@ -58,7 +58,7 @@ def ptx_of(kernel: Any, capability: tuple[int, int]) -> bytes:
     """Return the PTX of a kernel for a GPU of this compute capability.
 
     The GPU need not be in this machine. Raise ImportError if numba-cuda-mlir is not installed, and
-    NotImplementedError for a kernel with a type that it does not know.
+    NotImplementedError for a kernel with a type that numba-cuda-mlir does not know.
     """
     try:
         from numba_cuda_mlir import compiler, tools

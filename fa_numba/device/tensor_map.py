@@ -60,7 +60,10 @@ class MapModel(PrimitiveModel):
         super().__init__(manager, ty, _MAP.as_pointer())
 
     def from_argument(self, builder: ir.IRBuilder, value: Any) -> Any:
-        """Mark the kernel's parameters of this type as passed by value and read-only."""
+        """Return `value`, an argument of the kernel that is a tensor map.
+
+        Also mark all such arguments of the kernel as passed by value and read-only.
+        """
         function = builder.function
         if not value.attributes.align:
             # Numba removes the first argument later. The positions therefore start at 1.

@@ -16,7 +16,10 @@ MOST_KNOWN = 256  # entries of a cache
 
 
 class Active(Flow):
-    """The part of a launch that answers questions about the lanes that take part in a statement.
+    """Methods of a running launch that answer questions about lanes.
+
+    The class `Launch` inherits these methods. Most of them are about the lanes that take part in
+    the current statement.
 
     `group` contains the running lanes. `mask` says which of them take part; None: all. `several`
     says whether the lanes belong to several thread blocks. `at_once` is the greatest number of

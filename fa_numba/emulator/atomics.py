@@ -50,7 +50,8 @@ _IN_ANY_ORDER = _OF_FLOATS | {"and_", "or_", "xor"}
 class Atomics:
     """The emulator's `cuda.atomic`.
 
-    Each function returns the old values by lane, or None if the kernel does not use the result.
+    Each function returns the old value of the element for each lane, or None if the kernel does not
+    use the result.
     """
 
     def __init__(self, context: Any) -> None:

@@ -44,7 +44,7 @@ cbrt = each(lambda x: float(np.cbrt(x)))
 
 
 def selp(condition: Any, if_true: Any, if_false: Any) -> Any:
-    """Return `if_true` or `if_false` by lane. Both operands are computed in all lanes."""
+    """Return `if_true` or `if_false` for each lane. Both operands are computed in all lanes."""
     if condition.__class__ is np.ndarray:
         return where(truth(condition), if_true, if_false)
     return if_true if condition else if_false

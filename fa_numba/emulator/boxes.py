@@ -140,7 +140,10 @@ class BoxStore:
 
 
 class Boxes(Mbarriers):
-    """The part of a launch that copies boxes."""
+    """Methods of a running launch that copy boxes (TMA).
+
+    The class `Launch` inherits these methods.
+    """
 
     __slots__ = ("begun", "_stores", "_groups_of_boxes", "_marked")
 

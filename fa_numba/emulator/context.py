@@ -523,9 +523,9 @@ class Context(Active):
     def synced(self, warps: np.ndarray) -> None:
         """Record that all lanes of these warps have synchronised.
 
-        Each lane of a warp then knows the same earlier accesses as the other lanes of the warp. In
-        this class the method does nothing. The subclass `Knowledge` overrides the method, as it
-        records what each lane knows.
+        Each lane of a warp then knows the same earlier accesses as the other lanes of the warp.
+        This method does nothing. The subclass `Knowledge`, which records what each lane knows,
+        overrides it.
 
         Parameters
         ----------

@@ -65,17 +65,17 @@ class Exits:
         return lanes
 
     def returns(self, value: Any = None) -> None:
-        """Return from the function with `value` in the lanes that take part."""
+        """Emulate `return value` for the lanes that take part."""
         lanes = self._leave()
         self.result = value if self.result is undefined else merge(lanes, self.result, value)
 
     def breaks(self) -> None:
-        """Leave the innermost loop in the lanes that take part."""
+        """Emulate `break` for the lanes that take part."""
         loop = self.loops[-1]
         loop.broken = _union(loop.broken, self._leave())
 
     def continues(self) -> None:
-        """Leave the current iteration of the innermost loop, in the lanes that take part."""
+        """Emulate `continue` for the lanes that take part."""
         loop = self.loops[-1]
         loop.continued = _union(loop.continued, self._leave())
 

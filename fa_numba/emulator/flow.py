@@ -37,7 +37,10 @@ class Split:
 
 
 class Flow:
-    """The part of a launch that says which lanes take part in the current statement."""
+    """Methods of a running launch that say which lanes take part in the current statement.
+
+    The class `Launch` inherits these methods.
+    """
 
     __slots__ = ("mask", "_outer")
 
@@ -111,10 +114,11 @@ class Flow:
         return self.only(~truth(condition))
 
     def others(self, condition: np.ndarray) -> bool:
-        """Begin to evaluate the other operand of a conditional expression.
+        """Begin to evaluate the second operand of a conditional expression.
 
-        Only the lanes with a false condition need this operand. Continue with these lanes, and
-        return whether there are any. `only` was called before, for the lanes with a true condition.
+        This is `b` in the expression `a if condition else b`. `only` was called before to evaluate
+        the first operand. Only the lanes with a false condition need the second operand. Continue
+        with these lanes, and return whether there are any.
         """
         self.mask = self._outer.pop()
         return self.only(~truth(condition))

@@ -37,7 +37,10 @@ ALWAYS = 1 << 58  # above the stamp of any access
 
 
 class Knowledge(Waiting):
-    """The part of a launch that records which earlier accesses each thread knows to be finished."""
+    """Methods of a running launch that record which accesses each thread knows to be finished.
+
+    The class `Launch` inherits these methods.
+    """
 
     __slots__ = ("_heard", "_columns", "_fences", "_taking_part")
 

@@ -72,21 +72,21 @@ def where(condition: np.ndarray, a: Any, b: Any) -> Any:
 
 
 def both(a: np.ndarray, b: Any) -> Any:
-    """Return `a and b` by lane; `a` is an array over the lanes."""
+    """Return `a and b` for each lane; `a` is an array over the lanes."""
     if a.dtype != np.bool_ or (b.__class__ is not bool and getattr(b, "dtype", None) != np.bool_):
         return merge(truth(a), a, b)
     return a & b
 
 
 def any_(a: np.ndarray, b: Any) -> Any:
-    """Return `a or b` by lane; `a` is an array over the lanes."""
+    """Return `a or b` for each lane; `a` is an array over the lanes."""
     if a.dtype != np.bool_ or (b.__class__ is not bool and getattr(b, "dtype", None) != np.bool_):
         return merge(truth(a), b, a)
     return a | b
 
 
 def negation(value: Any) -> Any:
-    """Return `not value` by lane."""
+    """Return `not value` for each lane."""
     if value.__class__ is array:
         return ~truth(value)
     return not value
@@ -154,19 +154,19 @@ minimum, maximum = _extreme(operator.lt), _extreme(operator.gt)
 
 
 def to_int(value: Any) -> Any:
-    """Return `int(value)` by lane."""
+    """Return `int(value)` for each lane."""
     return value.astype(np.int64) if value.__class__ is array else int(value)
 
 
 def to_float(value: Any) -> Any:
-    """Return a value as float64 by lane."""
+    """Return `value` as float64 for each lane."""
     if value.__class__ is array:
         return value if value.dtype == np.float64 else value.astype(np.float64)
     return np.float64(value)
 
 
 def to_complex(real: Any, imag: Any = 0) -> Any:
-    """Return `complex(real, imag)` by lane."""
+    """Return `complex(real, imag)` for each lane."""
     if real.__class__ is array or imag.__class__ is array:
         return np.asarray(real) + 1j * np.asarray(imag)
     return np.complex128(complex(real, imag))
@@ -183,7 +183,7 @@ def number(value: Any) -> Any:
 
 
 def to_bool(value: Any) -> Any:
-    """Return `bool(value)` by lane."""
+    """Return `bool(value)` for each lane."""
     return truth(value) if value.__class__ is array else bool(value)
 
 

@@ -91,7 +91,10 @@ class MbarrierTile:
 
 
 class Mbarriers(Knowledge):
-    """The part of a launch that emulates mbarriers."""
+    """Methods of a running launch that emulate mbarriers.
+
+    The class `Launch` inherits these methods.
+    """
 
     __slots__ = ("_mbarriers", "_acquired")
 

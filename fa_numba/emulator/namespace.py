@@ -77,7 +77,7 @@ def _whole(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def absolute(x: Any) -> Any:
-    """Return the absolute value as a float, by lane (`math.fabs`)."""
+    """Return the absolute value as a float, for each lane (`math.fabs`)."""
     return typed(to_float(abs(x)), x)
 
 

@@ -169,7 +169,10 @@ class Product:
 
 
 class Products(Boxes):
-    """The part of a launch that emulates matrix products of warpgroups."""
+    """Methods of a running launch that emulate matrix products of warpgroups (`wgmma`).
+
+    The class `Launch` inherits these methods.
+    """
 
     __slots__ = ("warps_together", "_products", "_registers", "_registers_at")
 

@@ -294,9 +294,9 @@ class SharedArray(Unconverted):
         self._write(e, rows)
 
     def _read(self, e: np.ndarray, n: int, pairs: bool = True) -> np.ndarray:
-        """Return the values of n neighbouring elements from `e` on by lane, as an array (n, lanes).
+        """Return the values of n neighbouring elements for each lane, as an array (n, lanes).
 
-        `pairs` is described in `load`.
+        `e` is the first element of each lane. `pairs` is described in `load`.
         """
         buffer = self.buffer
         out = np.empty((n, self.ctx.group.count), buffer.data.dtype)

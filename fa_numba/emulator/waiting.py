@@ -38,7 +38,10 @@ Resolve = Callable[[list[np.ndarray], np.ndarray, int], tuple[np.ndarray, ...]]
 
 
 class Waiting(Context):
-    """The part of a launch in which groups of lanes wait for each other."""
+    """Methods of a running launch with which groups of lanes wait for each other.
+
+    The class `Launch` inherits these methods.
+    """
 
     __slots__ = (
         "_hub", "_groups", "_ready", "_meetings", "_named_barriers", "_opened", "_opened_at",
@@ -160,7 +163,7 @@ class Waiting(Context):
     def collective(
         self, operation: str, mask: Any, values: tuple[Any, ...], resolve: Resolve
     ) -> tuple[np.ndarray, ...]:
-        """Wait for the lanes in `mask`; return the results of `resolve` by lane.
+        """Wait for the lanes in `mask`; return the results of `resolve` as arrays over the lanes.
 
         `operation` is the name of the called function, for messages. `values` are the operands,
         each a number or an array over the lanes. ``resolve(values, present, mask)`` computes the
@@ -209,9 +212,10 @@ class Waiting(Context):
         self, operation: str, mask: int, arrays: list[np.ndarray], here: np.ndarray,
         wanted: np.ndarray, resolve: Resolve,
     ) -> tuple[np.ndarray, ...]:  # fmt: skip
-        """Complete a warp collective whose lanes are in several groups; return the results by lane.
+        """Complete a warp collective whose lanes are in several groups.
 
-        All arrays have the shape (warps, 32).
+        The result contains the results of the collective as arrays over the lanes. The arrays in
+        the arguments have the shape (warps, 32).
 
             operation   name of the called function
             mask        mask argument of the call

@@ -14,9 +14,9 @@ BITS = 1 << np.arange(WARP, dtype=np.int64)
 
 
 class WarpFunctions:
-    """The part of the emulator's `cuda` in which lanes of a warp exchange values.
+    """Functions of the emulator's `cuda` with which lanes of a warp exchange values.
 
-    `mask` has one bit for each lane of the warp that makes the call.
+    The argument `mask` has one bit for each lane of the warp that calls the function.
     """
 
     _context: Any

@@ -146,7 +146,8 @@ def _relabel(block: ir.Block, label_of: Callable[[int], int]) -> None:
 def _copied(value: Any, variables: dict[str, ir.Var]) -> Any:
     """Return a copy of a statement or expression with its variables replaced.
 
-    ``variables`` maps the name of a variable to the new variable. Constant values are shared.
+    ``variables`` maps the name of a variable to the new variable. The copy contains the same
+    objects for constant values.
     """
     kind = type(value)
     if kind is ir.Var:
