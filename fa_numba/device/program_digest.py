@@ -341,7 +341,10 @@ def template(node: ast.AST, outside: frozenset[str] = frozenset()) -> Template:
 
 
 def _template_of_function(node: ast.FunctionDef | ast.Lambda, outside: frozenset[str]) -> Template:
-    """Return the template of a function, without its decorators and default values."""
+    """Return the syntax tree of a function as a ``Template``.
+
+    The decorators and the default values of the function are left out.
+    """
     bare = copy.copy(node)
     bare.args = copy.copy(node.args)
     bare.args.defaults, bare.args.kw_defaults = [], []
