@@ -7,6 +7,8 @@ function              what it returns
 `attention_backward`  its gradients in float64, the exact result
 `unfused`             attention step by step in another dtype, with the usual rounding error
 `unfused_backward`    its gradients step by step in another dtype
+`attention_e4m3`      attention in float64 with P rounded to e4m3 tile by tile, as FP8 kernels do
+`dequantize`          the numbers that an array of e4m3 with scales represents
 `relative_error`      relative error of one array against another
 `worst`               where two arrays differ most
 ====================  ==============================================================================
@@ -46,6 +48,7 @@ from numpy.typing import ArrayLike, DTypeLike
 
 from .algorithms import divide_rows, exp_minus, logsumexp
 from .checks import as_real, check_shape
+from .integers import ceil_div
 from .options import AttentionOptions, documents_options
 from .problem import BlockSizes
 from .scores import Array, Call, Head, add_bias_gradient, checked_call
@@ -53,6 +56,10 @@ from .scores import Array, Call, Head, add_bias_gradient, checked_call
 Result = Array | tuple[Array, Array]
 Gradients = tuple[Any, ...]
 Softmax = Callable[..., Array]
+
+SCALED_ROWS = 128  # rows of a block that has a scale of its own
+_E4M3_LARGEST = 448.0
+_E4M3_OFFSET = 8  # P is multiplied by 2^8 before it is rounded to e4m3
 
 _ROWS = 512  # rows of S held at a time: at seqlen_k = 65536 that is 256 MiB of float64
 
@@ -119,6 +126,22 @@ def _to_half(x: Array, name: str) -> Array:
     up = np.uint32(0x7FFF) + (bits >> 16 & 1)  # to even where two are equally near
     nearest = (bits + up & np.uint32(0xFFFF0000)).view(np.float32)
     return np.where(np.isnan(x), x, nearest)
+
+
+def _to_e4m3(x: Array) -> Array:
+    """Return non-negative float64 values rounded to the nearest e4m3, at most 448, as float64."""
+    _, exponent = np.frexp(x)  # x is at least 2^(exponent - 1)
+    step = np.ldexp(1.0, np.maximum(exponent - 1, -6) - 3)
+    return np.minimum(np.rint(x / step) * step, _E4M3_LARGEST)
+
+
+def _e4m3_values(bits: Array) -> Array:
+    """Return the float64 values of the bits of e4m3 numbers, an array of uint8."""
+    exponent, fraction = bits.astype(np.int64) >> 3 & 15, bits & 7
+    digits = np.where(exponent > 0, 8 + fraction, fraction).astype(np.float64)
+    size = np.ldexp(digits, np.maximum(exponent, 1) - 10)
+    size[bits & 0x7F == 0x7F] = np.nan
+    return np.where(bits >> 7, -size, size)
 
 
 def _forward(
@@ -394,6 +417,155 @@ def unfused(
             return _rounded_softmax(rounded(S), L, sink)
 
     O, L = _forward(softmax, call, rounded(Q), rounded(K), rounded(V), rounded)
+    return (O, L) if return_lse else O
+
+
+def dequantize(x: ArrayLike, scale: ArrayLike | None = None) -> Array:
+    """Return the numbers that an array of float8_e4m3fn with scales represents.
+
+    Parameters
+    ----------
+    x : array_like
+        Stored numbers, shape (batch, heads, seqlen, head_dim). The dtype is
+        ``ml_dtypes.float8_e4m3fn``, or uint8 for the bits of such numbers. An array of any other
+        dtype is converted to float64 and multiplied by the scales too.
+    scale : array_like, optional
+        Scales: one number, or an array of shape (batch, heads), or an array of shape (batch, heads,
+        blocks) with a scale for each 128 rows. None means 1.
+
+    Returns
+    -------
+    numpy.ndarray
+        ``x * scale`` in float64, with the shape of ``x``.
+
+    Raises
+    ------
+    ValueError
+        If the shape of ``scale`` does not fit the shape of ``x``.
+
+    See Also
+    --------
+    fa_numba.quantize : Return the stored numbers and their scales.
+    attention_e4m3 : Attention of such arrays.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> bits = np.array([[[[0x38, 0x40]]]], np.uint8)  # 1.0 and 2.0
+    >>> dequantize(bits, scale=3.0)
+    array([[[[3., 6.]]]])
+    """
+    stored = np.asarray(x)
+    values = _e4m3_values(stored) if stored.dtype == np.uint8 else stored.astype(np.float64)
+    if scale is None:
+        return values
+    factors = np.asarray(scale, np.float64)
+    if factors.ndim == 0:
+        return values * factors
+    shape = np.shape(values)
+    blocks = ceil_div(shape[2], SCALED_ROWS) if len(shape) == 4 else None
+    if blocks is None or factors.shape not in (shape[:2], (*shape[:2], blocks)):
+        wanted = f"{shape[:2]} or {(*shape[:2], blocks)}" if blocks else "() for packed rows"
+        raise ValueError(
+            f"scale must have the shape () or {wanted}, one number for each head or for each "
+            f"{SCALED_ROWS} rows, got {factors.shape} for an array of shape {shape}"
+        )
+    if factors.ndim == 2:
+        return values * factors[..., None, None]
+    return values * np.repeat(factors, SCALED_ROWS, axis=2)[:, :, : shape[2], None]
+
+
+@documents_options
+def attention_e4m3(
+    q: ArrayLike, k: ArrayLike, v: ArrayLike, *, q_scale: ArrayLike | None = None,
+    k_scale: ArrayLike | None = None, v_scale: ArrayLike | None = None, columns: int = 128,
+    descending: bool = False, return_lse: bool = False, **options: Unpack[AttentionOptions],
+) -> Result:  # fmt: skip
+    """Return attention of e4m3 arrays in float64, with P rounded to e4m3 as FP8 kernels round it.
+
+    All sums and exponentials are exact to float64. The only error is the rounding of P. Kernels
+    visit the columns of S tile by tile, and the factor of P depends on the running maximum of the
+    row.
+
+    Parameters
+    ----------
+    q : array_like
+        Queries, shape (batch, heads_q, seqlen_q, head_dim), in a dtype that `dequantize` takes.
+    k : array_like
+        Keys, shape (batch, heads_k, seqlen_k, head_dim). heads_k must divide heads_q.
+    v : array_like
+        Values, shape (batch, heads_k, seqlen_k, head_dim_v).
+    q_scale : array_like, optional
+        Scales of ``q``, as `dequantize` takes them. None means 1.
+    k_scale : array_like, optional
+        Scales of ``k``.
+    v_scale : array_like, optional
+        Scales of ``v``.
+    columns : int, default 128
+        Number of columns of a tile of S.
+    descending : bool, default False
+        Whether the last tile of a row is visited first.
+    return_lse : bool, default False
+        Whether the logsumexp is returned too.
+
+    Returns
+    -------
+    out : numpy.ndarray
+        Output in float64, shape (batch, heads_q, seqlen_q, head_dim_v).
+    lse : numpy.ndarray
+        Logsumexp, only returned with ``return_lse=True``, shape (batch, heads_q, seqlen_q).
+
+    Raises
+    ------
+    TypeError
+        If an argument has a wrong type, or an unknown name.
+    ValueError
+        If a value, a shape or a combination of arguments is not allowed. ``sinks`` and
+        ``dropout_p`` are not allowed.
+
+    See Also
+    --------
+    attention : Attention without the rounding of P.
+    dequantize : The numbers that are multiplied.
+
+    Notes
+    -----
+    For each tile of columns, m is the largest score of the row so far. P = e4m3(2^8 e^(S - m)), and
+    the sum l of a row takes the numbers before they are rounded. The factor 2^8 makes better use of
+    the range of e4m3. It is divided out at the end, together with l.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> x = np.random.default_rng(0).integers(0x20, 0x40, (1, 1, 8, 16)).astype(np.uint8)
+    >>> exact = attention(dequantize(x), dequantize(x), dequantize(x))
+    >>> bool(0 < relative_error(attention_e4m3(x, x, x), exact) < 0.03)
+    True
+    """
+    given = dequantize(q, q_scale), dequantize(k, k_scale), dequantize(v, v_scale)
+    call, Q, K, V = checked_call(*given, **options)
+    problem = call.problem
+    for name, used in (("sinks", problem.sinks), ("dropout_p", problem.dropout_p > 0)):
+        if used:
+            raise ValueError(f"{name} must not be given, because FP8 kernels do not support {name}")
+    O = np.zeros(problem.o_shape)
+    L = np.full(problem.lse_shape, -np.inf)
+    for head in call.heads():
+        starts = range(0, head.Nk, columns)
+        for rows in _row_blocks(head):
+            S, _ = call.scores(head, Q[head.q][rows], K[head.k], rows.start, sloped=False)
+            m, l = np.full(len(S), -np.inf), np.zeros(len(S))
+            sums = np.zeros((len(S), V.shape[-1]))
+            for first in reversed(starts) if descending else starts:
+                tile = slice(first, first + columns)
+                larger = np.maximum(m, S[:, tile].max(axis=1))
+                P = np.ldexp(exp_minus(S[:, tile], larger), _E4M3_OFFSET)
+                before = exp_minus(m, larger)
+                l = l * before + P.sum(axis=1)
+                sums = sums * before[:, None] + _to_e4m3(P) @ V[head.k][tile]
+                m = larger
+            O[head.q][rows] = divide_rows(sums, l)
+            L[head.lse][rows] = logsumexp(m, np.ldexp(l, -_E4M3_OFFSET))
     return (O, L) if return_lse else O
 
 

@@ -5,6 +5,7 @@ import math
 from functools import partial
 from types import SimpleNamespace
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -13,6 +14,8 @@ from fa_numba.dropout import dropout_mask
 from fa_numba.reference import (
     attention,
     attention_backward,
+    attention_e4m3,
+    dequantize,
     relative_error,
     unfused,
     unfused_backward,
@@ -596,3 +599,60 @@ def test_numbers_of_numpy_that_a_function_captures_leave_float64(kind):
     want = reference.attention_backward(dout, q, k, v, scale=1.5 / math.sqrt(8))
     for a, b in zip(found, want, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-8)
+
+
+# --- e4m3 ------------------------------------------------------------------------------------
+
+
+def in_e4m3(*shape, seed=0):
+    x = np.random.default_rng(seed).standard_normal(shape)
+    return x.astype(ml_dtypes.float8_e4m3fn)
+
+
+def test_numbers_of_e4m3_are_those_of_ml_dtypes():
+    bits = np.arange(256, dtype=np.uint8).reshape(1, 1, 16, 16)
+    stored = bits.view(ml_dtypes.float8_e4m3fn)
+    assert np.array_equal(dequantize(bits), stored.astype(float), equal_nan=True)
+    x = np.concatenate([np.geomspace(2.0**-12, 500, 2000), np.arange(0, 460, 0.5)])
+    wanted = np.minimum(x, 448).astype(ml_dtypes.float8_e4m3fn).astype(float)
+    assert np.array_equal(reference._to_e4m3(x), wanted)
+
+
+def test_scales_of_heads_and_of_blocks():
+    x = np.ones((2, 3, 130, 16), ml_dtypes.float8_e4m3fn)
+    of_heads = np.arange(6.0).reshape(2, 3)
+    of_blocks = np.arange(12.0).reshape(2, 3, 2)
+    assert (dequantize(x, of_heads) == of_heads[..., None, None]).all()
+    made = dequantize(x, of_blocks)
+    assert (made[:, :, :128] == of_blocks[..., :1, None]).all()
+    assert (made[:, :, 128:] == of_blocks[..., 1:, None]).all()
+    with pytest.raises(
+        ValueError, match=r"scale must have the shape \(\) or \(2, 3\) or \(2, 3, 2"
+    ):
+        dequantize(x, np.ones(3))
+
+
+def test_attention_with_p_in_e4m3_is_a_plain_loop():
+    q, k, v = in_e4m3(1, 2, 5, 16), in_e4m3(1, 1, 40, 16, seed=1), in_e4m3(1, 1, 40, 16, seed=2)
+    scales = {"q_scale": np.array([[2.0, 0.5]]), "k_scale": 3.0, "v_scale": np.array([[0.25]])}
+    for descending in (False, True):
+        O, L = attention_e4m3(
+            q, k, v, **scales, columns=16, causal=True, descending=descending, return_lse=True
+        )
+        for h, i in np.ndindex(2, 5):
+            s = k[0, 0].astype(float) @ q[0, h, i].astype(float)
+            s = s[: i + 36] * scales["q_scale"][0, h] * 3.0 / 4
+            m, l, o = -np.inf, 0.0, 0.0
+            tiles = [slice(j, min(j + 16, len(s))) for j in range(0, len(s), 16)]
+            for tile in reversed(tiles) if descending else tiles:
+                new = max(m, s[tile].max())
+                p = 256 * np.exp(s[tile] - new)
+                l, o = l * np.exp(m - new) + p.sum(), o * np.exp(m - new)
+                o = o + p.astype(ml_dtypes.float8_e4m3fn).astype(float) @ v[0, 0, tile].astype(
+                    float
+                )
+                m = new
+            np.testing.assert_allclose(O[0, h, i], 0.25 * o / l, rtol=1e-12)
+            np.testing.assert_allclose(L[0, h, i], m + np.log(l / 256), rtol=1e-12)
+    with pytest.raises(ValueError, match="sinks must not be given"):
+        attention_e4m3(q, k, v, sinks=np.zeros(2))
