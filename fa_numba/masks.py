@@ -2,8 +2,8 @@
 
 The kernels, the emulator and the reference use these functions. The arguments are integers (also
 inside a compiled kernel), or integer NumPy arrays that broadcast against each other. `diagonal` is
-the number of valid columns minus the number of valid rows. Column i + diagonal is the diagonal
-column of row i.
+the number of valid columns minus the number of valid rows. Column `row + diagonal` is called the
+diagonal column of a row.
 """
 
 import numpy as np
@@ -12,8 +12,9 @@ import numpy as np
 def visible_causal(row, col, diagonal):
     """Return whether row `row` sees column `col` under the causal mask.
 
-    The mask is aligned to the bottom right: the last row sees every column. If `diagonal` is
-    negative, the first -diagonal rows see no column.
+    `diagonal` is the number of valid columns minus the number of valid rows. The mask is aligned to
+    the bottom right: the last row sees every column. If `diagonal` is negative, the first -diagonal
+    rows see no column.
     """
     return col <= row + diagonal
 
@@ -21,15 +22,17 @@ def visible_causal(row, col, diagonal):
 def visible_window(row, col, diagonal, left, right):
     """Return whether row `row` sees column `col` in a window.
 
-    A row sees its diagonal column, `left` columns before it, and `right` columns after it.
+    A row sees its diagonal column (column `row + diagonal`), `left` columns before it, and `right`
+    columns after it. `diagonal` is the number of valid columns minus the number of valid rows.
     """
     return (col >= row + diagonal - left) & (col <= row + diagonal + right)
 
 
 def distance(row, col, diagonal):
-    """Return the distance between column `col` and the diagonal column of row `row`.
+    """Return the distance between column `col` and column `row + diagonal`.
 
-    ALiBi subtracts slope times this distance from the score (arXiv 2108.12409).
+    `diagonal` is the number of valid columns minus the number of valid rows. ALiBi subtracts slope
+    times this distance from the score (arXiv 2108.12409).
     """
     return abs(row + diagonal - col)
 

@@ -155,9 +155,10 @@ def plan(
 
 
 def plan_again(request: Request) -> Plan:
-    """Return the plan that a request gets today, on the device that the request names.
+    """Make a plan again from a stored request, for the device that the request names.
 
-    A recording stores the requests of its plans, and compares what they launch later.
+    A recording of an experiment stores the requests of its plans, and their launches. The stored
+    launches can then be compared with the launches of the plan that this function returns.
 
     Parameters
     ----------
@@ -167,7 +168,7 @@ def plan_again(request: Request) -> Plan:
     Returns
     -------
     Plan
-        The plan, with the kernels of today.
+        The plan that the current version of fa_numba makes for the request.
 
     Raises
     ------
@@ -565,12 +566,15 @@ def flash_attention_2(
     "q_registers"   "mma"   keeping the fragments of Q in registers
     "folded_scale"  "mma"   folding the scale of the scores into the exponent
     "wide_stores"   "mma"   16-byte stores of O
-    "turns"         "wgmma" turns of the consumer warpgroups at the tensor cores
-    "overlap"       "wgmma" overlap of products with the softmax
+    "turns"         "wgmma" alternating the consumer warpgroups: one multiplies while another
+                            computes a softmax
+    "overlap"       "wgmma" products of a warpgroup during the softmax of the same warpgroup
     "persistent"    "wgmma" persistent thread blocks; only together with "counter"
     "counter"       "wgmma" counter that hands out row tiles to persistent thread blocks
-    "ahead"         "wgmma" starting the first product of the next row tile before this one ends
-    "late"          "wgmma" taking the next row tile only near the end of the present row tile
+    "ahead"         "wgmma" starting the first product of the next row tile before the current
+                            row tile ends
+    "late"          "wgmma" requesting the next row tile late, instead of as soon as a slot of
+                            Q is empty
     =============== ======= ==================================================================
 
     Examples
@@ -1135,7 +1139,7 @@ def flash_attention_2_backward(
 
 
 class BackwardArguments(AttentionOptions, total=False):
-    """Keyword arguments that ``attention_backward`` passes to the function of the algorithm."""
+    """Keyword arguments of ``attention_backward``, in addition to ``algorithm``."""
 
     dlse: Array | None
     return_dbias: bool
@@ -1440,8 +1444,8 @@ def create_block_mask(
     -------
     BlockMask
         The function, and the state of each block. The attribute ``blocks`` contains 0 for an empty
-        block, 1 for a mixed block and 2 for a full block. The mask keeps the present values of
-        the numbers and arrays that the function uses. Arrays of up to 1 MiB are copied.
+        block, 1 for a mixed block and 2 for a full block. The mask uses the numbers and
+        arrays with the values that they have during this call. Arrays of up to 1 MiB are copied.
 
     Raises
     ------
@@ -1464,11 +1468,12 @@ def create_block_mask(
     of the blocks are stored on the device of the arrays that the function uses. If it uses no
     array, they are stored on the host.
 
-    If a call has tiles of another size, the first such call makes the states of the tiles on the
-    host, and the mask keeps them. A tile is empty if all blocks that it overlaps are empty, and
-    full if all are full. Every other tile is mixed. Tiles that consist of complete blocks lose
-    nothing. A tile that is smaller than a mixed block is mixed, even if the function hides all of
-    it, so that the call computes more than it needs.
+    If a call has tiles of another size, the first such call computes the states of the tiles on the
+    host, and the mask keeps the states. A tile is empty if all blocks that it overlaps are empty,
+    and full if all are full. Every other tile is mixed. If each tile consists of complete blocks,
+    the states of the tiles are exact. If tiles are smaller than a block, a tile inside of a mixed
+    block is mixed, even if the function hides the complete tile. The call then computes more tiles
+    than necessary.
 
     NumPy arrays and torch tensors of more than 1 MiB are not copied. If such an array is changed in
     place later, attention with the mask raises ValueError, which names the array.
@@ -1526,7 +1531,7 @@ def softmax(
     The algorithms are 1 (naive), 2 (safe) and 3 (online) of "Online normalizer calculation for
     softmax" (arXiv 1805.02867). An element of -inf gives 0. A row that has only elements of -inf
     gives 0 everywhere. If a row contains NaN or inf, all results of the row are NaN. There is one
-    exception: with "naive", an inf gives NaN in its own place and 0 in the rest of the row.
+    exception: with "naive", an inf gives NaN for this element and 0 for the rest of the row.
 
     Examples
     --------

@@ -9,7 +9,7 @@ option:
 2. the flag in ``Features`` that a kernel is compiled with;
 3. the entry in ``FEATURES``: when the flag is on, and which arguments the kernel takes for it.
 
-The value itself is a field of ``problem.Problem``, which checks it.
+The value of an option in a call is a field of ``problem.Problem``, which checks the value.
 """
 
 from __future__ import annotations
@@ -248,7 +248,11 @@ class AttentionOptions(_OfScores, _Arrays, _Others, total=False):
 
 
 class PlanOptions(_OfScores, _Shapes, _Others, total=False):
-    """The options of ``plan``, which takes shapes in place of five arrays."""
+    """The options of ``plan``: the options of attention, with shapes in place of five arrays.
+
+    A shape may be given for ``bias``, ``attn_mask``, ``alibi_slopes``, ``sinks`` and
+    ``block_table``.
+    """
 
 
 NAMES = tuple(AttentionOptions.__annotations__)
@@ -279,9 +283,9 @@ def documents_options(function: _Function) -> _Function:
     """Add the options to the docstring and the signature of a public function that takes them.
 
     The texts come from the docstring of ``AttentionOptions``. They follow the function's own
-    parameters in the section ``Parameters``. Without docstrings, as under ``python -OO``, the
-    docstring stays as it is. ``help`` and editors read the signature. A call does not use the
-    signature, so calls take no longer.
+    parameters in the section ``Parameters``. If Python removes docstrings (``python -OO``), no
+    docstring is changed. The signature is for ``help`` and for editors. Calls of the function do
+    not use the signature, and take no longer.
     """
     _functions.append(function)
     function.__signature__ = _signature(function)  # type: ignore[attr-defined]
@@ -301,10 +305,10 @@ def documents_options(function: _Function) -> _Function:
 def _signature(function: Callable) -> inspect.Signature:
     """Return the signature of a function with each option as a parameter of its own.
 
-    The parameters are those of the last overload, which takes any ``return_lse``, or else those of
-    the function. Each key of the class in ``**options: Unpack[...]`` becomes a keyword-only
-    parameter. None is the default of an option. A key that is no option has the default that other
-    functions have for it.
+    The function's own parameters come first. If the function has overloads, they are the parameters
+    of the last overload, which takes any ``return_lse``. The annotation ``**options: Unpack[...]``
+    names a class. Each key of this class becomes a keyword-only parameter. The default is None for
+    an option. For any other key, it is the default that other functions have for this key.
     """
     own = inspect.signature((get_overloads(function) or [function])[-1]).parameters
     parameters = [p for p in own.values() if p.kind is not p.VAR_KEYWORD]
@@ -365,21 +369,21 @@ _int32, _float32 = types.int32, types.float32
 
 
 class Bound(NamedTuple):
-    """A call whose kernel arguments are to be made.
+    """A call of attention, from which the arguments of its kernels are computed.
 
     Attributes
     ----------
     problem : Problem
         Sizes and options of the call.
     given : mapping of str to Any
-        Launch arguments by name, such as ``bias``, ``dbias``, ``dL``, ``L``, ``alibi_slopes``,
-        ``sinks``, ``seed_low``, ``seed_high``, ``offset``, ``kv_splits`` and the workspace of the
-        splits. ``block_table`` and ``kv_lens`` are here if they are on the GPU. The values that the
-        caller's functions use, and the lists of a ``BlockMask``, are here too. Only arguments of
-        options that are on are present.
+        Launch arguments by name, only for options that are on. Examples are ``bias``, ``dbias``,
+        ``dL``, ``L``, ``alibi_slopes``, ``sinks``, ``seed_low``, ``seed_high``, ``offset``,
+        ``kv_splits`` and the workspace of the splits. ``given`` also contains the values that the
+        caller's functions use, and the arrays of a ``BlockMask``. It contains ``block_table`` and
+        ``kv_lens`` if they are on the GPU.
     score_unit : float
-        Factor of the scores: log2(e) where exponentials are powers of two, else 1. With a
-        ``score_mod`` it is applied after that function.
+        Factor of the scores: log2(e) if kernels compute exponentials as powers of 2, else 1. With a
+        ``score_mod``, the factor is applied after the ``score_mod``.
     block_mask : numpy.ndarray of bool or None
         Block mask on the host.
     block_table : numpy.ndarray of int32 or None
@@ -404,7 +408,8 @@ class KernelField:
     value : function
         Returns the value for a ``Bound``. A NumPy array is copied to the device.
     shape : function or None
-        Returns the shape in which the kernel sees an array. Axes of length 1 are repeated.
+        Returns the shape that the array has in the kernel: axes of length 1 are broadcast to this
+        shape. None means that the array keeps its shape.
     """
 
     type: Any
@@ -414,7 +419,7 @@ class KernelField:
 
 @dataclass(frozen=True)
 class Feature:
-    """One option as kernels see it.
+    """An entry of ``FEATURES``: one option as kernels see it.
 
     Attributes
     ----------
@@ -422,10 +427,11 @@ class Feature:
         Returns the value of the flag for a ``Problem``: whether the option is on, or the function
         or number that a kernel is compiled for.
     passes : mapping of str to KernelField, or function
-        Arguments that the kernel takes for the option, by name; or a function that returns them for
-        the value of the flag.
+        Arguments that the kernel takes for the option, by name. If the arguments depend on the
+        value of the flag, ``passes`` is a function that takes this value and returns the mapping.
     changes_scores : bool
-        Whether the option changes visible scores, which are scale Q K^T otherwise.
+        Whether the option changes scores that are not hidden. Without such options, the scores are
+        scale Q K^T.
     argument : str
         Name of the caller's argument, if it differs from the flag's name.
     """
@@ -464,9 +470,10 @@ def _block_table(call: Bound) -> Any:
 
 
 def _starts(name: str) -> KernelField:
-    """Return the field for the first row of each packed sequence, and for the total number of rows.
+    """Return the field for the cumulative lengths of packed sequences.
 
-    ``name`` is the field of the problem with the lengths of the sequences.
+    Its value contains the first row of each sequence, and the total number of rows at the end.
+    ``name`` is "q_lens" or "kv_lens", the field of ``Problem`` that contains the lengths.
     """
     return KernelField(
         array_type(1, _int32),
@@ -489,7 +496,7 @@ def _captured(mod: Mod) -> dict[str, KernelField]:
 
 
 def _gradients(mod: Mod) -> dict[str, KernelField]:
-    """Return the fields of the gradients of the float32 arrays that a function uses.
+    """Return the fields for the gradients of the float32 arrays that a ``score_mod`` uses.
 
     If an array has one axis, its gradient is passed as a matrix with one row.
     """
@@ -505,9 +512,10 @@ def _gradients(mod: Mod) -> dict[str, KernelField]:
 
 
 def unit_before_score_mod(problem: Problem, score_unit: float) -> float:
-    """Return ``score_unit``, a factor of the scores, or 1 if there is a ``score_mod``.
+    """Return the factor ``score_unit`` if there is no ``score_mod``, else 1.
 
-    A ``score_mod`` takes scores without this factor, and kernels apply the factor after it.
+    A ``score_mod`` takes scores without the factor ``score_unit``. Kernels then apply the factor
+    after the ``score_mod``.
     """
     return score_unit if problem.score_mod is None else 1.0
 
@@ -517,10 +525,11 @@ def _softcap(call: Bound) -> float:
 
 
 def _of_blocks(name: str, ty: Any, made: Callable[[Bound], np.ndarray]) -> KernelField:
-    """Return the field for an array that kernels read of a block mask.
+    """Return the field for one of the arrays of a block mask: its states, or a list of blocks.
 
-    The array ``name`` comes from the ``BlockMask``. If the block mask is an array of bool, ``made``
-    computes the array from the call. ``ty`` is the Numba type of an element.
+    ``name`` is "block_mask", "next_column" or "next_row", and ``ty`` is the Numba type of an
+    element. If the block mask is a ``BlockMask``, the array comes from it. If the block mask is an
+    array of bool, ``made`` computes the array from the call.
     """
 
     def value(call: Bound) -> Any:
@@ -533,9 +542,10 @@ def _of_blocks(name: str, ty: Any, made: Callable[[Bound], np.ndarray]) -> Kerne
 
 
 def _next_blocks(axis: int) -> Callable[[Bound], np.ndarray]:
-    """Return a function that finds the next visited block along an axis, for each block of a call.
+    """Return a function that takes a call with a bool block mask, and lists its visited blocks.
 
-    The function calls ``next_visited`` with the block mask.
+    For each block, the list contains the number of the next visited block along ``axis``
+    (``next_visited``).
     """
     return lambda call: next_visited(np.asarray(call.block_mask, bool), axis)
 
@@ -677,11 +687,24 @@ UNIFORM = (
 class Features:
     """The options that a kernel is compiled for.
 
-    A flag is True if the option is on. With a window, ``causal`` is False, because the bound of the
-    causal mask is then the right side of the window. ``page_size`` is 0 unless K and V are pages.
-    ``precision`` is "" for "ieee". ``score_mod``, ``score_mod_grad`` and ``mask_mod`` contain the
-    caller's function as a ``Mod``. ``dcaptured`` contains the ``score_mod`` whose arrays get
-    gradients.
+    Normally a flag has the name of its option, and is True if the option is on. These flags are
+    different:
+
+    flag             meaning
+    causal           a causal mask without a window. With a window, the causal mask is the right
+                     side of the window
+    score_mod, score_mod_grad, mask_mod
+                     the caller's function as a ``Mod``, or None
+    splits           FA-2's forward pass has key splits
+    dbias            the backward pass computes the gradient of the bias
+    dcaptured        the ``score_mod`` whose captured arrays get gradients, or None
+    dlse             the loss has a gradient of L
+    alibi            ``alibi_slopes`` are given
+    page_size        rows of a page if K and V are pages, else 0
+    packed           sequences are packed (``cu_seqlens_q``)
+    sparse           ``block_mask`` is given
+    precision        the name of the precision, and "" for "ieee"
+    scaled_dout      the planes of dO are scaled by powers of two
     """
 
     causal: bool = False
@@ -711,12 +734,14 @@ class Features:
         cls, problem: Problem, *, splits: bool, dbias: bool, dcaptured: Mod | None, dlse: bool,
         scaled_dout: bool,
     ) -> Features:  # fmt: skip
-        """Return the features of a call: the flags of the problem's options, and the given flags.
+        """Return the features of a call.
 
-        ``splits`` says that FA-2's forward pass has key splits. ``dbias`` and ``dlse`` say that the
-        backward pass computes the gradient of the bias, and that the loss has a gradient of L.
-        ``dcaptured`` is the ``score_mod`` whose arrays get gradients, or None. ``scaled_dout`` says
-        that the planes of dO are scaled by powers of two.
+        Most flags follow from the options of ``problem``. The other arguments are flags that a
+        ``Problem`` does not contain. ``splits`` says whether FA-2's forward pass has key splits.
+        ``dbias`` says whether the backward pass computes the gradient of the bias. ``dlse`` says
+        whether the loss has a gradient of L. ``dcaptured`` is the ``score_mod`` whose captured
+        arrays get gradients, or None. ``scaled_dout`` says whether the planes of dO are scaled by
+        powers of two.
         """
         on: dict[str, Any] = {name: feature.on(problem) for name, feature in FEATURES.items()}
         of_problem = cls(**on)
@@ -737,7 +762,9 @@ class Features:
 
     @property
     def right(self) -> bool:
-        """Whether rows see different last columns, because of a causal mask or a window."""
+        """Whether the last column that a row sees depends on the row: with a causal mask or a
+        window.
+        """
         return self.causal or self.window
 
     @property
@@ -747,7 +774,7 @@ class Features:
 
     @property
     def changes_scores(self) -> bool:
-        """Whether an option changes the visible scores, which are scale Q K^T without options."""
+        """Whether an option changes scores that are not hidden. Normally they are scale Q K^T."""
         return any(getattr(self, name) for name, f in FEATURES.items() if f.changes_scores)
 
     @property
@@ -757,15 +784,18 @@ class Features:
 
     @property
     def slopes(self) -> bool:
-        """Whether an option changes the derivative of the scores, which is ``scale`` without it.
+        """Whether an option changes the derivative of the scores with respect to Q K^T.
 
-        The derivative is with respect to Q K^T.
+        Without such an option, the derivative is ``scale``.
         """
         return self.softcap or self.slope_of is not None
 
     @property
     def slope_of(self) -> Mod | None:
-        """The function by whose derivative kernels multiply dS; None if the derivative is 1."""
+        """The function by whose derivative kernels multiply dS, as a ``Mod``.
+
+        This is ``score_mod_grad`` or ``score_mod``, or None if the derivative is 1.
+        """
         return slope_of(self.score_mod, self.score_mod_grad)
 
     @property
@@ -777,7 +807,8 @@ class Features:
     def keeps_scores(self) -> bool:
         """Whether gradients of arrays that ``score_mod`` captures depend on the argument ``score``.
 
-        The backward kernel must then keep the scores to which ``score_mod`` was applied.
+        If so, the backward kernel keeps the scores that ``score_mod`` takes, until it computes
+        these gradients.
         """
         return bool(self.dcaptured and self.dcaptured.gradient and self.dcaptured.gradient.of_score)
 
@@ -792,26 +823,32 @@ class Features:
         - There is a bias.
         - The gradients of arrays that ``score_mod`` captures are computed.
 
-        dS is then computed element by element, which spills the fewest registers.
+        The kernels then compute dS element by element from the kept scores. Of the ways that were
+        tried, this way spills the fewest registers.
         """
         beside = self.slopes or self.alibi or self.bias or self.dcaptured is not None
         return self.score_mod is not None and beside
 
     @property
     def kept_scores_text(self) -> Text:
-        """The text of ``score_mod`` as Hopper's backward kernels compute it from kept scores.
+        """The text that computes ``score_mod`` and its derivative from scores that a kernel has
+        kept.
 
-        The kept scores are the scores of ``scores_stay``. The text computes ``score_mod`` and its
-        derivative. It is empty if there is no ``score_mod``, or if the kernel needs more from the
-        kept scores: a softcap, a ``score_mod_grad``, or ``keeps_scores``. With an empty text, the
-        kept scores are multiplied by the scale.
+        It is for Hopper's backward kernels, which keep the scores if ``scores_stay`` is True. The
+        text is empty if there is no ``score_mod``. It is also empty if the kernel computes more
+        from the kept scores: with a softcap, a ``score_mod_grad``, or ``keeps_scores``. With an
+        empty text, the kernel multiplies the kept scores by the scale.
         """
         mod, others = self.score_mod, self.softcap or self.keeps_scores
         return Text() if mod is None or self.score_mod_grad or others else mod.both
 
     @property
     def crowds(self) -> bool:
-        """Whether an option needs registers of a thread throughout all loops of the kernel."""
+        """Whether an option takes registers of each thread throughout all loops of the kernel.
+
+        The options that take no such registers are ``causal``, dropout, splits, ``dlse``, sinks and
+        ``scaled_dout``.
+        """
         beside: dict[str, Any] = dict.fromkeys(
             ("causal", "dropout", "splits", "dlse", "sinks", "scaled_dout"), False
         )
@@ -819,10 +856,10 @@ class Features:
 
     @property
     def initialises(self) -> bool:
-        """Whether FA-1 needs separate stores that initialise the results of row tiles.
+        """Whether FA-1 initialises O, l and m (or dQ) in global memory before the first pass.
 
-        This is the case if the first pass of FA-1 may skip a row tile. Otherwise, the first pass
-        initialises the results of every row tile.
+        This is the case if the first pass may skip a row tile: with a window, ``q_lens`` or a block
+        mask. Otherwise, the first pass itself initialises the results of every row tile.
         """
         return self.window or self.q_lens or self.sparse
 
@@ -870,10 +907,16 @@ def as_word(name: str, value: Any, bits: int) -> int:
 
 
 def signed(word: int) -> int:
-    """Return the signed 32-bit integer with the bits of ``word``, which kernels take."""
+    """Return the signed 32-bit integer that has the same bits as the unsigned integer ``word``.
+
+    Kernels take signed integers as arguments.
+    """
     return word - 2**32 if word >= 2**31 else word
 
 
 def drop_threshold(dropout_p: float) -> int:
-    """Return the limit of 16 random bits below which dropout drops an element."""
+    """Return the threshold for the 16 random bits of an element.
+
+    Dropout drops the element if these bits, as an unsigned integer, are below the threshold.
+    """
     return round(dropout_p * 2**16)

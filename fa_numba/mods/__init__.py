@@ -53,6 +53,17 @@ from .writing import written
 class Mod:
     """A caller's function, translated to texts that kernels are compiled with.
 
+    field      meaning
+    option     "score_mod", "mask_mod" or "score_mod_grad"
+    value      text that returns the value of the caller's function
+    slope      text that returns the derivative with respect to the score; only for a ``score_mod``
+    both       text that returns the pair (value, slope); only for a ``score_mod``
+    captures   types of the captured values, such as "int32" or "float32[2]"
+    inside     whether i and j must be a row and a column of S, for example as indices of arrays
+    steady     whether the derivative is finite for every finite score
+    gradient   texts for the gradients of captured float32 arrays; None if there are none
+    shown      name, file and line of the function, for messages
+
     The functions of the texts take these arguments:
 
     - ``score_and_factor``, a pair, only for ``score_mod`` and ``score_mod_grad``. The first number
@@ -66,15 +77,15 @@ class Mod:
       value number n.
     """
 
-    option: str  # "score_mod", "mask_mod" or "score_mod_grad"
-    value: Text  # returns the value of the caller's function
-    slope: Text  # returns the derivative with respect to the score; empty if not a score_mod
-    both: Text  # returns the pair (value, slope); empty if not a score_mod
-    captures: tuple[str, ...]  # types of the captured values, such as "int32" or "float32[2]"
-    inside: bool  # i and j must be a row and a column of S, for example as indices of arrays
-    steady: bool  # the derivative is finite for every finite score
-    gradient: Gradient | None  # for the float32 arrays on which the result of a score_mod depends
-    shown: str = field(compare=False)  # name, file and line of the function, for messages
+    option: str
+    value: Text
+    slope: Text
+    both: Text
+    captures: tuple[str, ...]
+    inside: bool
+    steady: bool
+    gradient: Gradient | None
+    shown: str = field(compare=False)
 
     def __repr__(self) -> str:
         return self.shown
@@ -97,9 +108,10 @@ class Mod:
 
 
 def slope_of(score_mod: Mod | None, score_mod_grad: Mod | None) -> Mod | None:
-    """Return the ``Mod`` that gives the slope of the scores: ``score_mod_grad`` if there is one.
+    """Return the ``Mod`` whose slope is the derivative of the scores, or None.
 
-    Return None if there is no function, or if the slope of ``score_mod`` is 1 everywhere.
+    This is ``score_mod_grad`` if it is given, and otherwise ``score_mod``. The result is None if
+    there is no function, or if the slope of ``score_mod`` is 1 everywhere.
     """
     mod = score_mod_grad or score_mod
     return None if mod is None or mod.adds else mod
@@ -108,9 +120,9 @@ def slope_of(score_mod: Mod | None, score_mod_grad: Mod | None) -> Mod | None:
 class Captured(NamedTuple):
     """A ``Mod``, and the pairs (name, value) of the values that its function captures.
 
-    The values are those at the time when ``captured`` was called. A value is a captured number, a
-    captured array, or a number that is computed from captured numbers. The name of a computed
-    number is the text that computes the number.
+    A value is a captured number, a captured array, or a number that is computed from captured
+    numbers. The name of a computed number is the text that computes the number. The values are
+    those at the time of the call of ``captured``.
     """
 
     mod: Mod
@@ -167,9 +179,10 @@ def as_mod(option: str, value: Any) -> Mod | None:
 
 
 def holding(function: FunctionType, values: Mapping[str, Any]) -> FunctionType:
-    """Return a copy of the function that uses ``values`` for the captured variables of these names.
+    """Return a copy of a function with other values of its captured variables.
 
-    Later assignments to these variables do not change the copy.
+    ``values`` maps the names of variables to the values. Later assignments to these variables do
+    not change the copy.
     """
     free = function.__code__.co_freevars
     cells = zip(free, function.__closure__ or (), strict=True)
@@ -180,9 +193,9 @@ def holding(function: FunctionType, values: Mapping[str, Any]) -> FunctionType:
 def evaluated(option: str, function: Any, values: Mapping[str, Any]) -> FunctionType:
     """Return a copy of a caller's function that Python evaluates in float64.
 
-    The copy uses ``values`` for the captured variables of these names. Kernels compute in float32.
-    Where a float operation of Python would raise an error, the copy returns inf or NaN like a GPU
-    (module ``evaluating``).
+    ``values`` maps the names of captured variables to the values that the copy uses. Kernels
+    compute in float32. Where a float operation of Python would raise an error, the copy returns inf
+    or NaN like a GPU (module ``evaluating``).
     """
     source = source_of(option, function, len(PARAMETERS[option]))
     return evaluating(source, {**source.outside(function), **values})

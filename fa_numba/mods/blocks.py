@@ -69,10 +69,12 @@ def _over_tiles(
     tile: int,
     seqlen: int,
 ) -> np.ndarray:
-    """Reduce the states of the blocks that each tile overlaps along an axis.
+    """Return the smallest or largest state among the blocks that each tile overlaps, along one
+    axis.
 
     ``pick`` is ``numpy.minimum`` or ``numpy.maximum``. ``size`` and ``tile`` are the numbers of
-    rows (or columns) of a block and of a tile, and ``seqlen`` is the number of all rows (columns).
+    rows (or columns) of a block and of a tile, and ``seqlen`` is the number of all rows (or
+    columns).
     """
     begin = np.arange(ceil_div(seqlen, tile)) * tile
     first, last = begin // size, (np.minimum(begin + tile, seqlen) - 1) // size
@@ -87,8 +89,10 @@ def next_visited(visited: np.ndarray, axis: int) -> np.ndarray:
 
     ``visited`` is bool, shape (..., block rows, block columns). Axis -1 goes along the columns of a
     block row, axis -2 along the rows of a block column. Element n of the result is the number of
-    the first visited block at or after block n, or the number of blocks if there is none. The
-    result is int32, moves ``axis`` to the end, and has one more element there.
+    the first visited block at or after block n, or the number of blocks if there is none.
+
+    The result is int32. Its last axis is the axis ``axis``, and has one more element than there are
+    blocks. This last element is the number of blocks.
     """
     along = np.moveaxis(visited, axis, -1)
     count = along.shape[-1]
@@ -243,12 +247,12 @@ class BlockMask:
     def without_blocks(self) -> BlockMask:
         """Return a copy of the mask without its blocks, for plans that need no blocks.
 
-        A plan with the copy does not copy the blocks from a GPU to the host.
+        If blocks are on a GPU, a plan with the copy does not copy them to the host.
 
         Returns
         -------
         BlockMask
-            The mask without ``lists``. The accesses of a plan with this mask are not known.
+            The mask without ``lists``. A plan with this mask cannot compute accesses.
         """
         return replace(self, lists=None)
 

@@ -32,9 +32,9 @@ def divisor(d: Any) -> Any:
 def inverse_of(field: str) -> str:
     """Return the text of an expression that calls ``divisor`` with a captured integer.
 
-    ``field`` is the text of the integer, such as ``options.score_mod_0``. The result is then
-    ``int32(divisor(int32(options.score_mod_0)))``. ``divisor`` returns the number by which kernels
-    multiply instead of dividing by the integer.
+    ``field`` is the text of the integer. For the field ``options.score_mod_0``, the result is
+    ``int32(divisor(int32(options.score_mod_0)))``. Kernels multiply by the value of this expression
+    instead of dividing by the integer.
     """
     return f"int32(divisor(int32({field})))"
 

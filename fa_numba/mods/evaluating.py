@@ -78,9 +78,9 @@ _KNOWN |= {"_fa_float": float, "_fa_settled": _settled}
 class _Operations(ast.NodeTransformer):
     """Replaces operators in a syntax tree by calls of functions such as ``_divide``.
 
-    Sums, differences and products are the most frequent operations. Most of their results are
-    floats, which need no call. Therefore ``a + b`` becomes
-    ``made if (made := a + b).__class__ is float else settled(made)``.
+    Sums, differences and products of floats need no call, and are the most frequent operations.
+    Therefore ``a + b`` becomes ``made if (made := a + b).__class__ is float else settled(made)``,
+    which calls a function only if the result is not a float.
     """
 
     def __init__(self) -> None:

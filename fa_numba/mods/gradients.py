@@ -18,41 +18,48 @@ _UNPACKED = "sums, at = kept"
 
 
 class Gradient(NamedTuple):
-    """The texts of three functions that add to the gradients of a function's float32 arrays.
+    """The texts of three functions that compute gradients of captured float32 arrays.
 
-    The functions are ``each(score_and_ds, b, h, i, j, origin, options, kept)``,
-    ``rest(b, h, options, kept)`` and ``flush(options, kept)``. Kernels call ``each`` for every
-    score. It adds what one score contributes to the gradients ``options.d<field>`` of the arrays.
-    Kernels call ``rest`` and ``flush`` once, after the last score.
+    field      meaning
+    each       text of ``each(score_and_ds, b, h, i, j, origin, options, kept)``, which kernels call
+               for every score
+    rest       text of ``rest(b, h, options, kept)``, which kernels call once after the last score
+    flush      text of ``flush(options, kept)``, which kernels call once after the last score
+    shared     number of elements of the first case in the table below
+    merged     number of elements of the second case in the table below
+    of_score   whether the gradients depend on the score
 
-    ``score_and_ds`` is a pair: a score, and the gradient of the function's result. ``kept`` is a
-    pair of arrays in registers: sums, ``(shared + merged,)`` float32, and positions of elements,
-    ``(2 * merged,)`` uint32. An element that the function reads belongs to one of three cases:
+    ``score_and_ds`` is a pair: a score, and the gradient of the loss with respect to the result of
+    the caller's function. The gradients of the arrays are the arrays ``options.d<field>`` in global
+    memory. ``kept`` is a pair of arrays in registers: sums, ``(shared + merged,)`` float32, and
+    positions of elements, ``(2 * merged,)`` uint32.
+
+    An element of an array that the function reads belongs to one of three cases:
 
     ============================================  ====================  ============================
     position of the element                       ``each`` adds to      who adds to the gradient
     ============================================  ====================  ============================
-    independent of i and j                        a sum                 ``rest`` adds the sum
-    may be equal for neighbouring scores, in an   a sum                 ``each`` adds the sum at a
-    array with one or two axes                                          new position, ``flush`` adds
-                                                                        the last sum
-    all other positions                           the gradient          ``each``
+    1. independent of i and j                     a sum in registers    ``rest`` adds the sum
+    2. may be equal for neighbouring scores, in   a sum in registers    ``each`` adds the sum when
+       an array with one or two axes                                    the position changes,
+                                                                        ``flush`` adds the last sum
+    3. all other positions                        the gradient          ``each``
     ============================================  ====================  ============================
     """
 
-    each: str  # called for each score
-    rest: str  # called after the last score
-    flush: str  # called after the last score
-    shared: int  # number of elements of the first case
-    merged: int  # number of elements of the second case
-    of_score: bool  # whether the gradients depend on the score
+    each: str
+    rest: str
+    flush: str
+    shared: int
+    merged: int
+    of_score: bool
 
     @property
     def scattered(self) -> bool:
         """Whether the function ``each`` contains atomic adds to gradients in global memory.
 
-        If not, ``each`` adds only to sums in registers. This is so if the function reads only
-        elements whose positions do not depend on the row or column of the score.
+        If the function reads only elements whose positions do not depend on the row or column of
+        the score, ``each`` adds only to sums in registers, and the result is False.
         """
         return "add_global" in self.each
 

@@ -1,17 +1,20 @@
 """Rules for values that grow like an exponential function and overflow.
 
-In float32, exp(89) is infinite. The sigmoid 1 / (1 + exp(89)) is then 0, which is right. The usual
-rule for the slope of the sigmoid computes 0 * inf / inf, which is NaN. A value that grows therefore
-has a ``Growth`` with the fields ``scale``, ``slope`` and ``log``. The derivative of the value is
-the product of ``scale``, which may overflow, and ``slope``, which is moderate. ``log`` is the
-logarithm of the value. Let a and b be values that grow. These rules use the ``Growth`` of a and b:
+In float32, exp(89) is infinite. The sigmoid 1 / (1 + exp(89)) is then 0, which is right. But the
+usual rule for the slope of the sigmoid computes 0 * inf / inf, which is NaN.
 
-    expression   usual rule             rule for values that overflow
-    b' / b       slope * (scale / b)    slope, if b is infinite
-    log(b)       log(b)                 ``log`` of b, if b is infinite
-    a / b        a / b                  exp(log(a) - log(b)), if a and b are infinite
+A value that grows therefore has a ``Growth`` with the fields ``scale``, ``slope`` and ``log``. The
+derivative of the value is the product of ``scale``, which may overflow, and ``slope``, which is
+moderate. ``log`` is the logarithm of the value. Let a and b be values that grow, and let b' be the
+derivative of b. The table shows the operations with special rules. "scale", "slope" and "log" in
+the table are the fields of the ``Growth`` of b:
 
-All other values follow the usual rules.
+    operation   usual rule             rule where values are infinite
+    b' / b      slope * (scale / b)    slope, if b is infinite
+    log(b)      log(b)                 the field "log", if b is infinite
+    a / b       a / b                  exp(log(a) - log(b)), if a and b are infinite
+
+All other operations follow the usual rules.
 """
 
 from __future__ import annotations
@@ -76,9 +79,9 @@ class Growing(Chained):
     def logarithm(self, name: str, y: str, term: Term) -> str:
         """Write the logarithm of a value that may grow and overflow. Return its name.
 
-        ``name`` is a function of math, such as "log2". ``term`` is the value, and y is the name of
-        its logarithm as math computes it. Where the value is infinite, ``term.growth.log`` replaces
-        y, if it is known.
+        ``name`` is a function of math, such as "log2". ``term`` is the value. y is the name of the
+        logarithm that the function of math computes. If ``term.growth.log`` is known, it replaces y
+        where the value is infinite.
         """
         if term.growth is None or not term.growth.log:
             return y
@@ -90,7 +93,8 @@ class Growing(Chained):
     def logarithm_slope(self, name: str, term: Term) -> str | None:
         """Write the derivative of a logarithm of a value that grows. Return its name.
 
-        ``name`` is a function of math, such as "log2". For log1p, ``term`` is 1 plus the argument.
+        ``name`` is a function of math, such as "log2". ``term`` is the value whose logarithm is
+        computed: the argument of log, log2 or log10, and 1 plus the argument of log1p.
         """
         slope, factor = self.relative(term), LOGARITHMS[name]
         return slope if factor == 1.0 else self.times(slope, f"float32({factor!r})")

@@ -13,26 +13,42 @@ from .sharing import Statements
 class Growth(NamedTuple):
     """How a float value grows like an exponential function (module ``growth``).
 
-    All fields are names or expressions in the text of a function. The slope (derivative) of the
-    value is ``scale`` times ``slope``. Where the value is infinite, the rules treat the value as
-    equal to ``scale``.
+    field   meaning
+    scale   a factor of the slope (derivative) of the value, which may overflow as the value does
+    slope   the other factor of the slope: the slope of the value is ``scale * slope``; None for 0
+    log     logarithm of the absolute value, for use where the value is infinite; "" if not known
+
+    All fields are names or expressions in the text of a function. Where the value is infinite, the
+    rules treat the value as equal to ``scale``.
     """
 
     scale: str
-    slope: str | None  # None for 0
-    log: str = ""  # logarithm of the absolute value where it is infinite; empty if not known
+    slope: str | None
+    log: str = ""
 
 
 class Term(NamedTuple):
-    """A value in the text of a function, with its type and its slope (derivative)."""
+    """A value in the text of a function, with its type and its slope (derivative).
 
-    kind: str  # "int", "float" or "bool"
-    text: str  # the name or the literal of the value
-    slope: str | None = None  # the name of the value's derivative; None if it is 0
-    of: str = "?"  # an integer depends on "i", on "j", on neither ("") or maybe on both ("?")
-    real: str = ""  # a text for an integer as a float, if a conversion would be slower
-    apart: bool = False  # an integer differs between neighbouring rows, and neighbouring columns
-    growth: Growth | None = None  # for a float that grows like an exponential function
+    field    meaning
+    kind     "int", "float" or "bool"
+    text     name or literal of the value
+    slope    name of the value's derivative; None if the derivative is 0
+    of       for an integer: "i" or "j" if it depends on this index, "" if it depends on neither
+             index, "?" if it may depend on both
+    real     for an integer: text of the integer as a float, if a conversion would be slower
+    apart    for an integer: whether it differs between neighbouring rows and between neighbouring
+             columns
+    growth   for a float that grows like an exponential function: its ``Growth``
+    """
+
+    kind: str
+    text: str
+    slope: str | None = None
+    of: str = "?"
+    real: str = ""
+    apart: bool = False
+    growth: Growth | None = None
 
 
 class Conversions(Statements):

@@ -21,9 +21,10 @@ READ = re.compile(
 def alone(name: str, lines: list[str]) -> tuple[str, str]:
     """Return the target and the value of the only assignment that reads ``name``.
 
-    For the assignment ``t2 = t1 * score`` the result is ("t2", "t1 * score"). ``lines`` are the
-    statements of a function. Assignments that the function does not need are ignored. Both strings
-    are empty if not exactly one statement reads the name, or if this statement is under an ``if``.
+    For the assignment ``t2 = t1 * score``, the result is ("t2", "t1 * score"). ``lines`` are the
+    statements of a function. Assignments that the function does not need are ignored. The result is
+    ("", "") if several statements or no statement reads the name, or if the statement is under an
+    ``if``.
     """
     parted = (line.strip().partition(" = ") for line in _needed_lines(tuple(lines)))
     found = [(own, value) for own, _, value in parted if name in READ.findall(value or own)]
@@ -44,8 +45,9 @@ def replaced(new: str, name: str, value: str, lines: list[str]) -> list[str]:
 def needed(head: str, lines: list[str], flat: bool = False) -> tuple[str, set[str]]:
     """Return the text of a function without unneeded assignments, and the names that it reads.
 
-    ``head`` is the line with ``def``, and ``lines`` are the statements. With ``flat``, an ``if``
-    that assigns positions of elements is replaced by the statements of both branches.
+    ``head`` is the line with ``def``, and ``lines`` are the statements. If ``flat`` is True, an
+    ``if`` that assigns positions of elements is removed, and the statements of both its branches
+    are kept.
     """
     whole = ast.parse("\n".join([head, *(f"    {line}" for line in (*lines, "pass"))]))
     (function,) = whole.body
@@ -83,7 +85,7 @@ def _read_later(statements: list[ast.stmt], read: set[str]) -> list[ast.stmt]:
 
 
 def _without_tests(statements: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yield the statements. Replace an ``if`` that assigns positions by both of its branches.
+    """Yield the statements, but replace an ``if`` that assigns positions by both of its branches.
 
     Names of positions begin with "p" (``positions.position_of``).
     """

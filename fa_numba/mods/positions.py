@@ -11,14 +11,19 @@ from .sharing import Statements
 class Position(NamedTuple):
     """The position of an element in the gradient of a captured array.
 
-    The fields of type str are Python expressions.
+    field    meaning
+    matrix   expression of the gradient, indexed by all axes but the last two
+    row      expression of the index of the last axis but one; 0 if the array has only one axis
+    column   expression of the index of the last axis
+    shared   whether the position does not depend on i and j
+    apart    whether neighbouring scores have different positions
     """
 
-    matrix: str  # the gradient, indexed by all axes but the last two
-    row: str  # the index of the last axis but one; the text for 0 if there is only one axis
-    column: str  # the index of the last axis
-    shared: bool  # the position does not depend on i and j
-    apart: bool  # neighbouring scores have different positions
+    matrix: str
+    row: str
+    column: str
+    shared: bool
+    apart: bool
 
     @property
     def starts(self) -> list[str]:
@@ -43,17 +48,19 @@ class Position(NamedTuple):
     def merges(self) -> bool:
         """Whether contributions of several scores are summed before they are added to the gradient.
 
-        The sum is added when the position changes. Three conditions must hold: the position depends
-        on i or j, neighbouring scores may have equal positions, and the array has one or two axes.
+        The sum is added to the gradient when the position changes. The result is True if three
+        conditions hold: the position depends on i or j, neighbouring scores may have equal
+        positions, and the array has one or two axes.
         """
         return not (self.shared or self.apart) and "[" not in self.matrix
 
     def merging(self, text: str, sums: str, n: int) -> list[str]:
         """Return statements that add the number ``text`` to the sum of this position.
 
-        ``sums`` is the text of the sum, and ``n`` is the index of its position in ``at``. If the
-        position has changed, the statements first add the previous sum to the gradient at the
-        previous position, and set the sum to 0.
+        ``sums`` is the text of the sum in registers. The position to which the sum belongs is in
+        the registers ``at[2 * n]`` (row) and ``at[2 * n + 1]`` (column). If the position has
+        changed, the statements first add the previous sum to the gradient at the previous position,
+        and set the sum to 0.
         """
         here = f"at[{2 * n}]", f"at[{2 * n + 1}]"
         moved = f"{self.row} != {here[0]} or {self.column} != {here[1]}"
@@ -66,7 +73,8 @@ class Position(NamedTuple):
     def ending(self, sums: str, n: int) -> list[str]:
         """Return statements that add the last sum to the gradient.
 
-        ``sums`` is the text of the sum, and ``n`` is the index of its position in ``at``.
+        ``sums`` is the text of the sum in registers. The position to which the sum belongs is in
+        the registers ``at[2 * n]`` (row) and ``at[2 * n + 1]`` (column).
         """
         return self._replace(row=f"at[{2 * n}]", column=f"at[{2 * n + 1}]").adding(sums)
 

@@ -60,12 +60,14 @@ class Reader(Slopes):
     def result(self, by: str | int) -> Term:
         """Write the function and return its result.
 
-        ``by`` says with respect to what the slope of the result is the derivative:
+        ``by`` says whether the slope (derivative) of each value is written, and with respect to
+        what:
 
-        by           the slope is the derivative with respect to
-        "score"      the score
-        an integer   the element of a float32 array that the function reads as number ``by``
-        ""           nothing: no slope is written
+        by           what is written
+        "score"      slopes with respect to the score
+        an integer   slopes with respect to one element of a float32 array: the function may read
+                     several elements, and ``by`` is the number of the element in their order
+        ""           no slopes
         """
         self.by, self.reads, self.position = by, 0, None
         for theirs, ours in zip(self.source.parameters, PARAMETERS[self.option], strict=True):
@@ -190,8 +192,9 @@ class Reader(Slopes):
     def element(self, kind: str, name: str, indices: list[ast.expr], node: ast.expr) -> Term:
         """Write the statement that reads an element of a captured array, and return the element.
 
-        ``kind`` is the array's dtype, ``name`` is the caller's name of the array, and ``node`` is
-        the complete expression, for error messages.
+        ``kind`` is the array's dtype: "float32", "int32" or "bool". ``name`` is the caller's name
+        of the array, ``indices`` are the expressions of the indices, and ``node`` is the complete
+        expression, for error messages.
         """
         texts, near, apart = [], True, False
         for index in indices:

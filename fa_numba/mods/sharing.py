@@ -18,15 +18,24 @@ from .needed import READ
 
 @dataclass
 class Name:
-    """Facts about the value of one name in the text."""
+    """Facts about the value of one name in the text.
 
-    shared: bool = False  # the value is equal for all scores of a tile
-    of_score: bool = False  # the value depends on the score
-    product: tuple[str, str] = ("", "")  # the value is this shared factor times this other value
-    inverse_of: str = ""  # the value is 1 divided by this name
-    # For finite scores: 0 if the value is finite, 1 if it may be infinite, 2 if it may be NaN.
+    field        meaning
+    shared       whether the value is equal for all scores of a tile
+    of_score     whether the value depends on the score
+    product      two names (f, x) if the value is f * x, where f is shared; else ("", "")
+    inverse_of   a name if the value is 1 divided by this name; else ""
+    rank         for finite scores: 0 if the value is finite, 1 if it may be infinite, 2 if it may
+                 be NaN
+    steady       whether the value is a slope that is finite for every finite score
+    """
+
+    shared: bool = False
+    of_score: bool = False
+    product: tuple[str, str] = ("", "")
+    inverse_of: str = ""
     rank: int = 2
-    steady: bool = False  # the value is a slope that is finite for every finite score
+    steady: bool = False
 
 
 class Statements:
@@ -113,7 +122,8 @@ class Statements:
         a captured integer   once per call, before the launch
         any other integer    in the kernel, by a statement that this method writes
 
-        A compiler would compute the number again for each score in the first two cases.
+        In the first two cases the number is computed outside of the kernel, because a compiler
+        would compute it again for each score.
         """
         if text.startswith("int32("):
             return f"uint32({divisor(int(text[6:-1]))})"
@@ -124,10 +134,11 @@ class Statements:
     def multiplied(self, a: str, b: str, opened: str = "") -> str:
         """Write the product of two values and return its name.
 
-        A shared value is equal for all scores of a tile. Let ``a`` be shared, and let ``b`` be a
-        product f * x, where f is shared. If ``opened`` is the name of ``b``, the product is written
-        as (f * a) * x, and f * a is computed only once. If a is 1 / f, the result is x. The same
-        rules hold with a and b exchanged.
+        Normally the text of the product is ``a * b``. The product can be faster if one of the
+        values, say a, is shared (equal for all scores of a tile), and b is itself a product f * x
+        with a shared f. It is then written as (f * a) * x, so that f * a is computed once per tile.
+        If a is 1 / f, the result is x. The caller allows this form by passing the name of b as
+        ``opened``.
         """
         for factor, rest in ((a, b), (b, a)):
             if self.is_shared(factor) and not self.is_shared(rest):

@@ -45,9 +45,9 @@ _SATURATED = (*_BOUNDED, "exp", "expm1")
 class Slopes(Growing):
     """Writes the statements that compute the value and the slope of an operation.
 
-    ``inside`` becomes True if the function contains an operation that could be invalid for rows or
-    columns beyond the end of S: it could return inf or NaN, or read outside of a captured array.
-    Kernels then call the function only with rows and columns of S.
+    ``inside`` is an attribute. It becomes True if the function contains an operation that could be
+    invalid for rows or columns beyond the end of S: the operation could return inf or NaN, or read
+    outside of a captured array. Kernels then call the function only with rows and columns of S.
     """
 
     inside = False

@@ -122,7 +122,8 @@ def _shown(code: CodeType) -> str:
 def _found(code: CodeType, filename: str) -> Source | None:
     """Return the source of a code object, or None if it is not found in its file.
 
-    ``filename`` is a part of the cache's key, because equal code may be in two files.
+    ``filename`` is the file of the code object. It is an argument only for the cache of this
+    function: two files may contain equal code objects.
     """
     found = None
     lines = tuple(lines_of(code))

@@ -24,14 +24,22 @@ _LOG2E = f"float32({math.log2(math.e)!r})"
 class Text(NamedTuple):
     """The texts of a function and of two helper functions. A text is empty if there is no function.
 
+    field          function
+    text           the main function (see ``mods.Mod``), which returns the value of the caller's
+                   function, its slope (derivative) or both
+    score_factor   takes (scale, options), returns the factor by which the product of Q and K is
+                   multiplied first
+    inner          takes (score), the product with this factor, and returns the number that ``text``
+                   takes in place of the score
+
     For example, let the caller's function be ``2 * tanh(score / 50)``. ``score_factor`` returns the
     scale divided by 50, ``inner`` returns the tanh of its argument, and ``text`` computes the value
-    and the slope from that tanh. ``inner`` is empty unless ``text`` returns value and slope.
+    and the slope from that tanh. ``inner`` is empty unless ``text`` returns both value and slope.
     """
 
-    text: str = ""  # the main function, see ``mods.Mod``
-    score_factor: str = ""  # (scale, options): returns the factor for the product of Q and K
-    inner: str = ""  # (score): to be applied to the product of that factor and the score
+    text: str = ""
+    score_factor: str = ""
+    inner: str = ""
 
 
 def written(
@@ -44,15 +52,15 @@ def written(
 ) -> tuple[Text, bool, bool]:
     """Write the caller's function, its derivative with respect to the score, or both as a pair.
 
-    ``value`` and ``slope`` say whether the written function returns the value of the caller's
-    function, and whether it returns the derivative. ``kinds`` maps the names of captured values to
+    ``value`` says whether the written function returns the value of the caller's function.
+    ``slope`` says whether it returns the derivative. ``kinds`` maps the names of captured values to
     their kinds (``source.kind_of_capture``). ``captured`` maps the names of captured values to
     fields of a kernel's ``options``. It also maps the texts of numbers that are computed from
     captured numbers to fields (``captures.made_of``). This function adds fields to ``captured``.
 
-    Return the text, whether kernels may call the function only with rows and columns of S, and
-    whether the slope is finite for every finite score. Raises ValueError if the function contains
-    something that kernels do not support.
+    Return three results: the text, whether kernels may call the function only with rows and columns
+    of S, and whether the slope is finite for every finite score. Raises ValueError if the function
+    contains something that kernels do not support.
     """
     writer = _Writer(option, source, kinds, captured)
     try:
@@ -104,12 +112,15 @@ class _Writer(Reader):
         return Text(text, score_factor, inner), steady
 
     def split_factor(self, lines: list[str]) -> tuple[str, list[str]]:
-        """Remove a multiplication of the score from the function, and return its factor.
+        """Find a factor by which the function multiplies the score first, and remove the product.
 
-        Kernels multiply the product of Q and K by the factor before they call the function. Return
-        the text of the factor, and the remaining ``lines``. Normally the factor is the scale. If
-        the function reads the score only once, in a product with a value that is equal for all
-        scores of a tile, the factor is the scale times that value.
+        ``lines`` are the statements of the function. Return the text of the factor for the product
+        of Q and K, and the statements without the product. Kernels multiply by this factor before
+        they call the function.
+
+        Normally nothing is removed, and the factor is the scale. A product is removed if the
+        function reads the score only once, in a product with a value that is equal for all scores
+        of a tile. The factor is then the scale times that value.
         """
         name, value = alone("score", lines)
         factor, of_score = self.names[name].product
@@ -118,11 +129,12 @@ class _Writer(Reader):
         return f"scale * {factor}", replaced("score", name, value, lines)
 
     def split_inner(self, lines: list[str]) -> tuple[str, list[str]]:
-        """Remove the function of math that is applied to the score first, such as tanh.
+        """Find a function of math that is applied to the score first, such as tanh, and remove it.
 
-        Return the text of that function (``Text.inner``), and the remaining ``lines``. The function
-        is removed only if the caller's function reads the score once, as the argument of a function
-        in ``_INNER``. In all other cases the text is empty.
+        ``lines`` are the statements of the function. Return the text of the function of math
+        (``Text.inner``), and the statements without it. It is removed only if the caller's function
+        reads the score once, as the argument of a function in ``_INNER``. Otherwise the text is
+        empty, and nothing is removed.
         """
         score, (name, value) = "score", alone("score", lines)
         if value == "score":  # ``split_factor`` has removed a factor
@@ -134,11 +146,12 @@ class _Writer(Reader):
         return "", lines
 
     def multiplied_result(self, value: str) -> str:
-        """Return the text of the product of ``result_factor`` and a value.
+        """Return the text of the product of the written function's result and ``result_factor``.
 
-        Kernels pass the ``result_factor`` 1, or log2(e) for a score in units of log2. If the value
-        is a product with a factor that is equal for all scores of a tile, this factor is multiplied
-        with ``result_factor`` first.
+        ``value`` is the name of the result. ``result_factor`` is the second number of the argument
+        ``score_and_factor``: kernels pass log2(e) if they compute exponentials as powers of 2, else
+        1. If the result is a product with a factor that is equal for all scores of a tile, this
+        factor is multiplied with ``result_factor`` first.
         """
         factor, rest = self.names[value].product
         if not factor:
