@@ -1,8 +1,8 @@
-"""The bias of a tile of scores: a thread reads it early into registers, or adds it from global
-memory.
+"""The bias of a tile of scores: a thread adds it from global memory, or reads it into registers
+first.
 
-``rBS`` is an array of registers for values that are read while the matrix product of the tile is
-still running. It has two uses:
+``rBS`` is an array of registers for values that a thread reads while the matrix product of the tile
+is still running. It has two uses:
 
 | spec | contents of rBS |
 |---|---|
@@ -18,14 +18,17 @@ from fa_numba.parts.namespace import part
 
 @part
 def make_read_bias_or_state(spec):
-    """Make ``read_bias_or_state(rBS, tile)``, which reads the bias or the state of the tile's block
-    into the registers rBS, for ``scale_bias_and_mask``.
+    """Make ``read_bias_or_state(rBS, tile)``, which reads values for ``scale_bias_and_mask`` early.
 
-    - With ``spec.reads_bias``, rBS gets this thread's part of the bias, one register per element of
-      S. If the part cannot be read in pairs of elements (``_make_whole``), it is not read here.
-      ``add_bias`` then reads it later.
-    - With ``spec.reads_state``, ``rBS[0]`` gets the state of the tile's block in the block mask. If
-      the loader of the tile passes the state in shared memory, it is not read here.
+    The function reads into the registers rBS, while the matrix product of the tile is still
+    running.
+
+    - With ``spec.reads_bias``, it reads this thread's part of the bias, one register for each element
+      of S. If the part cannot be read in pairs of elements (``_make_whole``), the function reads
+      nothing, and ``add_bias`` reads the bias later.
+    - With ``spec.reads_state``, it reads the state of the tile's block in the block mask into
+      ``rBS[0]``. If the producer that loads the tile passes the state in shared memory, the
+      function does not read the state.
     """
     TM, TN, (EI, EJ) = spec.TM, spec.TN, spec.element_steps
     row_of, column_of, warp_tile = make_row(spec), make_column(spec), make_warp_tile(spec)
@@ -69,9 +72,9 @@ def make_block_state(spec):
 def make_add_bias(spec, unit, ahead):
     """Make ``add_bias(rS, rBS, tile)``, which adds ``unit`` times the bias to the scores in rS.
 
-    ``unit`` is log2(e) if the scores are in units of log2, otherwise 1. Normally the bias is read
-    from global memory. If ``ahead`` is true and ``read_bias_or_state`` has read the bias, it comes
-    from rBS.
+    ``unit`` is log2(e) if the scores are multiplied by log2(e), otherwise 1. Normally the function
+    reads the bias from global memory. If ``ahead`` is true and ``read_bias_or_state`` has read the
+    bias into rBS, the function uses rBS.
     """
     TM, TN, (EI, EJ) = spec.TM, spec.TN, spec.element_steps
     row_of, column_of = make_row(spec), make_column(spec)

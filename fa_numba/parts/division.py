@@ -18,16 +18,17 @@ from fa_numba.device import device_function, int32, uint32, uint64
 
 @device_function
 def _size(d):
-    """Return the absolute value of d. If d is 0, return 1: ``_parts`` then returns 0 and 0."""
+    """Return the absolute value of d, or 1 if d is 0."""
     return uint32(max(int32(1), int32(abs(d))))
 
 
 @device_function
 def _parts(x, d, inverse):
-    """Return the quotient x // d, and the remainder x - d (x // d) multiplied by the sign of d.
+    """Return two results: the quotient x // d, and x - d (x // d) multiplied by the sign of d.
 
-    The second result is never negative. ``inverse`` is (2^32 - 1) // |d|, as ``divisor`` computes
-    it. Both results are 0 if d is 0.
+    The second result is the remainder x % d if d is positive, and its absolute value if d is
+    negative. ``inverse`` is (2^32 - 1) // |d|, as ``divisor`` computes it. Both results are 0 if d
+    is 0.
     """
     size = _size(d)
     turned = int32(x if d > int32(0) else -x)

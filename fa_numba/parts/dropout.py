@@ -1,7 +1,8 @@
 """Dropout of P, with random numbers that depend only on the seed and the position of an element.
 
 The backward pass draws the same numbers again, so that no mask is stored. One draw gives the random
-bits of eight elements: 2 rows, APART = 8 rows apart, and 4 columns, 8 columns apart.
+bits of eight elements of P: the elements in two rows and four columns. The two rows are APART = 8
+rows apart, and neighbouring ones of the four columns are 8 columns apart.
 
 P is never negative. A dropped element of P therefore gets a negative sign in its register. From
 then on the register contains both facts: the value of P, and whether the element is dropped.
@@ -25,11 +26,10 @@ _philox = device_function(masks.make_philox(uint32, uint64))
 
 @device_function
 def draw(row, col, head):
-    """Return the four random 32-bit words for the eight elements of P that include element (row,
-    col).
+    """Return the four random 32-bit words of the draw that includes element (row, col) of P.
 
-    The words depend on the positions of the elements, the batch entry, the query head, the seed and
-    the offset.
+    A draw is for eight elements, with 16 random bits for each element. The words depend on the
+    positions of the elements, the batch entry, the query head, the seed and the offset.
     """
     across = uint32(uint32(col // uint32(APART * DRAW_COLUMNS)) * uint32(APART))
     down = uint32(uint32(row // uint32(APART * DRAW_ROWS)) * uint32(APART))
@@ -42,7 +42,7 @@ def draw(row, col, head):
 
 @device_function
 def _lower(word):
-    """Return the lower half of a word, moved to the upper half."""
+    """Return a word whose upper half is the lower half of ``word``. Its lower half is 0."""
     return uint32(word << uint32(16))
 
 
@@ -64,19 +64,18 @@ def _keeps(words, row, col, threshold):
 
 @device_function
 def keeps(row, col, head):
-    """Return whether dropout keeps element (row, col) of a head. Standard attention uses it."""
+    """Return whether dropout keeps element (row, col) of a head. Standard attention calls it."""
     return _keeps(draw(row, col, head), row, col, uint32(head.options.threshold))
 
 
 @part
 def _make_dropped(rows, columns, column_step):
-    """Make ``dropped(words, row, col, threshold)``, which returns one bit for each element of a
-    draw that the thread holds: 1 if the element is dropped.
+    """Make ``dropped(words, row, col, threshold)``, which returns which elements dropout drops.
 
-    ``words`` are the four random words of the draw. The thread holds ``rows`` x ``columns``
-    elements of the draw, and the first of them is at (row, col). Neighbouring rows of these
-    elements are APART rows apart, and neighbouring columns are ``column_step`` columns apart. The
-    bits are in row order.
+    The elements are those of one draw that the thread holds: ``rows`` x ``columns`` elements, of
+    which the first is at (row, col). Neighbouring rows of these elements are APART rows apart, and
+    neighbouring columns are ``column_step`` columns apart. ``words`` are the four random words of
+    the draw. The result contains one bit for each element, row by row: 1 if the element is dropped.
     """
     # The thread's position decides these bits of a row and a column, and the loop the other bits.
     ROW = APART * DRAW_ROWS - 1 - APART * (rows - 1)
@@ -94,10 +93,10 @@ def _make_dropped(rows, columns, column_step):
 
 
 def _shared(spec):
-    """Return two numbers: how many rows and how many columns of one draw a thread holds in its
-    registers.
+    """Return how many rows and how many columns of one draw a thread holds in its registers.
 
-    A draw gives the random bits of eight elements, in 2 rows and 4 columns.
+    A draw gives the random bits of eight elements, in 2 rows and 4 columns. Different threads may
+    hold the elements of one draw.
     """
     RW, CW, step = spec.row_width, spec.column_width, spec.column_step
     rows = DRAW_ROWS if spec.row_step == APART and spec.TM % (2 * RW) == 0 else 1
@@ -109,8 +108,9 @@ def _shared(spec):
 
 @part
 def make_drop(spec):
-    """Make ``drop(rP, tile)``, which makes the dropped elements of P negative. Without dropout it
-    does nothing.
+    """Make ``drop(rP, tile)``, which makes the dropped elements of P negative.
+
+    Without dropout, the function does nothing.
     """
     dropout, begin = spec.features.dropout, _make_drop_from(spec, 0)
 
@@ -123,13 +123,14 @@ def make_drop(spec):
 
 @part
 def _make_drop_from(spec, first):
-    """Make ``drop_from(rP, tile)``, which marks dropped elements, from the thread's draw number
-    ``first`` on.
+    """Make ``drop_from(rP, tile)``, which makes dropped elements of P negative.
 
-    One function handles one draw, or up to eight draws. It then calls a further function, made by
-    this factory too, for the remaining draws. The function first collects the bits of all its draws
-    in one integer. This loop over draws need not be unrolled, whereas a loop over registers must
-    be.
+    The function handles the thread's draws from number ``first`` on. It handles one draw or up to
+    eight draws itself, and calls a second function for the remaining draws. This factory makes the
+    second function too.
+
+    The function first collects the bits of its draws in one integer, and then changes the registers
+    of P. The loop over draws thus contains no registers of P, and the compiler need not unroll it.
     """
     (EI, EJ), RW, CW = spec.element_steps, spec.row_width, spec.column_width
     row_of, column_of, warp_column = make_row(spec), make_column(spec), make_warp_column(spec)
@@ -168,13 +169,14 @@ def _nothing(rP, tile):
 
 @cache
 def make_kept(spec):
-    """Make ``kept(p, options)``, which returns the weight that the product with V needs, for an
-    element p of P that ``drop`` has marked.
+    """Make ``kept(p, options)``, which returns the weight of an element of P in the product with V.
+
+    ``drop`` has made p negative if the element is dropped.
 
     | case | weight |
     |---|---|
     | without dropout | p |
-    | p is negative: dropped | 0 |
+    | p is negative: the element is dropped | 0 |
     | otherwise | p / (1 - dropout_p) |
     """
     return kept_if(spec.features.dropout)
@@ -182,10 +184,10 @@ def make_kept(spec):
 
 @part
 def make_scale_kept(spec):
-    """Make ``scale_kept(rO, options)``, which multiplies O by 1 / (1 - dropout_p). Without dropout
-    it does nothing.
+    """Make ``scale_kept(rO, options)``, which multiplies O by 1 / (1 - dropout_p).
 
-    A kernel calls it if O is the sum of the kept elements of P times V, without this factor.
+    A kernel calls the function if it has summed the kept elements of P times V without this factor.
+    Without dropout, the function does nothing.
     """
     RO, dropout = spec.TM * spec.DN * 4, spec.features.dropout
 
@@ -199,8 +201,9 @@ def make_scale_kept(spec):
 
 @part
 def kept_if(dropout):
-    """Make the function ``kept(p, options)`` that ``make_kept`` describes, for a flag
-    ``dropout``.
+    """Make the function ``kept(p, options)`` that ``make_kept`` describes.
+
+    ``dropout`` says whether the call has dropout.
     """
 
     def kept(p, options):

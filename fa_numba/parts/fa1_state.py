@@ -9,12 +9,13 @@ from fa_numba.parts.values import make_read, make_write
 
 @part
 def make_write_logsumexp(spec):
-    """Make ``write_logsumexp(rl, rm, L, state, row0, rows_end, head, thread)``, which computes L =
-    m + log l from global memory and writes it to L.
+    """Make ``write_logsumexp(rl, rm, L, state, row0, rows_end, head, thread)``, which stores L.
 
-    The rows are those of the head from ``row0`` to ``rows_end`` - 1. ``state`` is any record with
-    the fields l and m: the head's arrays, with one value per row. ``rl`` and ``rm`` are registers
-    that the function may overwrite. If the call does not return L, the function does nothing.
+    The function reads l and m from global memory, computes L = m + log l, and stores it in the
+    array L. The rows are the rows ``row0`` to ``rows_end`` - 1 of the head. ``state`` is any record
+    with the fields l and m: the head's arrays, with one value per row. ``rl`` and ``rm`` are
+    registers that the function may overwrite. If the call does not return L, the function does
+    nothing.
     """
     query_rows = make_query_rows(spec)
     Br, logsumexp, return_lse = spec.Br, make_logsumexp(spec), spec.return_lse

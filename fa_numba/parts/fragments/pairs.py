@@ -22,18 +22,19 @@ def conversions(dtype):
 
 
 def _row_length(spec):
-    """Return the number of elements in a row of the output: ``spec.d_v``, or ``spec.head_dim`` if
-    the spec has no field d_v.
+    """Return the number of elements in a row of the output.
+
+    This is ``spec.d_v``, or ``spec.head_dim`` if the spec has no field d_v.
     """
     return getattr(spec, "d_v", spec.head_dim)
 
 
 @part
 def make_read_two(spec):
-    """Make ``read_two(T, row, col)``, which returns the elements at columns col and col + 1 of a
-    16-bit row as floats.
+    """Make ``read_two(T, row, col)``, which reads two elements of a 16-bit row as floats.
 
-    If the row ends after column ``col``, the second result is 0.
+    The elements are at the columns col and col + 1. If the row ends after column ``col``, the
+    second result is 0.
     """
     d, aligned = _row_length(spec), spec.aligned
     _, unpack = conversions(spec.dtype)
@@ -51,12 +52,12 @@ def make_read_two(spec):
 
 @part
 def make_write_two(spec, cols_end=None):
-    """Make ``write_two(T, row, col, low, high)``, which writes ``low`` and ``high`` to the columns
-    col and col + 1 of a row.
+    """Make ``write_two(T, row, col, low, high)``, which writes two elements of a row.
 
-    The values are rounded to 16 bits. If the kernel works with planes, they are written as float32.
-    Elements past the end of the row are not written. ``cols_end`` is the number of columns of T.
-    None means the number of columns of the output.
+    ``low`` and ``high`` are written to the columns col and col + 1. They are rounded to 16 bits. If
+    the kernel works with planes, they are written as float32. Elements past the end of the row are
+    not written. ``cols_end`` is the number of columns of T. None means the number of columns of the
+    output.
     """
     if spec.features.planes > 1:  # O of float32 matrices
         return _make_write_two_floats(spec, cols_end or _row_length(spec))
@@ -79,10 +80,10 @@ def make_write_two(spec, cols_end=None):
 
 @part
 def _make_write_two_floats(spec, d):
-    """Make ``write_two(T, row, col, low, high)``, which writes ``low`` and ``high`` to the columns
-    col and col + 1 of a float32 row.
+    """Make ``write_two(T, row, col, low, high)``, which writes two elements of a float32 row.
 
-    A row has ``d`` elements, and nothing is written past its end.
+    ``low`` and ``high`` are written to the columns col and col + 1. A row has ``d`` elements, and
+    nothing is written past its end.
     """
     aligned = spec.aligned
 
@@ -100,11 +101,11 @@ def _make_write_two_floats(spec, d):
 
 @part
 def make_read_floats(spec):
-    """Make ``read_floats(A, row, col, inside)``, which returns the elements at columns col and col
-    + 1 of a float32 row.
+    """Make ``read_floats(A, row, col, inside)``, which reads two elements of a float32 row.
 
-    Rows must start at 8-byte addresses, so that one load reads both elements. If ``inside`` is
-    false, both results are 0. Elements past the end of the row are 0 and are not read.
+    The elements are at the columns col and col + 1. Rows must start at 8-byte addresses, so that
+    one load reads both elements. If ``inside`` is false, both results are 0. Elements past the end
+    of the row are not read, and the results are 0.
     """
     head_dim = _row_length(spec)
     odd = head_dim % 2 == 1
@@ -120,13 +121,15 @@ def make_read_floats(spec):
 
 @part
 def make_read_sums(spec):
-    """Make ``read_sums(O, row, col, inside)``, which returns the elements at columns col and col +
-    1 of a float32 row of O.
+    """Make ``read_sums(O, row, col, inside)``, which reads two elements of a float32 row of O.
 
-    Normally it is ``read_floats``, which needs rows that start at 8-byte addresses. Kernels that
-    work with planes read the user's own array O, whose rows can start at any address. If the spec
-    is not ``aligned``, the function then reads the two elements one by one. In all cases the
-    results are 0 if ``inside`` is false, and past the end of the row.
+    The elements are at the columns col and col + 1. If ``inside`` is false, both results are 0.
+    Results past the end of the row are 0, too.
+
+    Normally the function is ``read_floats``, which needs rows that start at 8-byte addresses.
+    Kernels that work with planes read the user's own array O, whose rows can start at any address.
+    If the rows are not ``aligned`` (``spec.aligned``), the function reads the two elements one by
+    one.
     """
     head_dim = _row_length(spec)
     if spec.features.planes == 1 or spec.aligned:
@@ -145,10 +148,10 @@ def make_read_sums(spec):
 
 @part
 def make_write_floats(spec):
-    """Make ``write_floats(A, row, col, inside, low, high)``, which writes ``low`` and ``high`` to
-    the columns col and col + 1 of a float32 row.
+    """Make ``write_floats(A, row, col, inside, low, high)``, which writes two elements of a row.
 
-    If ``inside`` is false, nothing is written. Elements past the end of the row are not written.
+    ``low`` and ``high`` are written to the columns col and col + 1 of a float32 row. If ``inside``
+    is false, nothing is written. Elements past the end of the row are not written.
     """
     head_dim = _row_length(spec)
     odd = head_dim % 2 == 1
@@ -163,11 +166,13 @@ def make_write_floats(spec):
 
 @part
 def write_pairs_of(spec, pairs, place):
-    """Make ``write_sums(rT, A, row0, rows_end, own)``, which writes a thread's part of a tile to A
-    in float32.
+    """Make ``write_sums(rT, A, row0, rows_end, own)``, which writes a thread's part of a tile to A.
 
-    - ``place(row0, rows_end, own)`` returns the row and the column of the thread's first element,
-      and the number of rows from this row to ``rows_end``.
+    The thread's part of the tile is in the registers rT, and A is a float32 array. The part
+    consists of pairs of neighbouring elements.
+
+    - ``place(row0, rows_end, own)`` returns three numbers: the row and the column of the thread's
+      first element, and the number of rows from this row to ``rows_end``.
     - ``pairs[e]`` is the position (rows, columns) of pair number e, relative to the first element.
       The pair is in the registers 2 e and 2 e + 1 of rT.
     - ``own`` is any value by which ``place`` identifies the thread.
@@ -185,11 +190,11 @@ def write_pairs_of(spec, pairs, place):
 
 @part
 def write_rounded_of(spec, pairs, place):
-    """Make ``write_rounded(rT, T, factor, row0, rows_end, own)``, which writes ``factor`` times a
-    thread's part of a tile to T.
+    """Make ``write_rounded(rT, T, factor, row0, rows_end, own)``, which writes a part of a tile to
+    T.
 
-    The values are rounded to the dtype of T. ``write_pairs_of`` explains ``pairs``, ``place`` and
-    ``own``.
+    The part is the thread's part, in the registers rT. Its elements are multiplied by ``factor``
+    and rounded to the dtype of T. ``write_pairs_of`` explains ``pairs``, ``place`` and ``own``.
     """
     write_two = make_write_two(spec)
 
@@ -206,10 +211,11 @@ def write_rounded_of(spec, pairs, place):
 
 @part
 def make_add_two(spec):
-    """Make ``add_two(T, row, col, inside, low, high)``, which adds ``low`` and ``high`` to the
-    columns col and col + 1 of a row atomically.
+    """Make ``add_two(T, row, col, inside, low, high)``, which adds to two elements of a row
+    atomically.
 
-    If ``inside`` is false, nothing is added. Nothing is added past the end of the row.
+    ``low`` and ``high`` are added to the columns col and col + 1. If ``inside`` is false, nothing
+    is added. Nothing is added past the end of the row.
     """
     head_dim = _row_length(spec)
     odd = head_dim % 2 == 1
