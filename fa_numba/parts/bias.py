@@ -23,9 +23,9 @@ def make_read_bias_or_state(spec):
     The function reads into the registers rBS, while the matrix product of the tile is still
     running.
 
-    - With ``spec.reads_bias``, it reads this thread's part of the bias, one register for each element
-      of S. If the part cannot be read in pairs of elements (``_make_whole``), the function reads
-      nothing, and ``add_bias`` reads the bias later.
+    - With ``spec.reads_bias``, it reads this thread's part of the bias, one register for each
+      element of S. If the part cannot be read in pairs of elements (``_make_whole``), the function
+      reads nothing, and ``add_bias`` reads the bias later.
     - With ``spec.reads_state``, it reads the state of the tile's block in the block mask into
       ``rBS[0]``. If the producer that loads the tile passes the state in shared memory, the
       function does not read the state.
