@@ -16,9 +16,10 @@ from fa_numba.options import Features
 
 
 def part(factory: Callable[..., Any]) -> Any:
-    """Decorate a factory of a device function, so that it runs once for each set of arguments.
+    """Decorate a factory of a device function.
 
-    The function that the factory returns becomes a device function, which Numba inlines in kernels.
+    The factory runs only once for each set of arguments. The function that the factory returns
+    becomes a device function, which Numba inlines in kernels.
     """
 
     @cache
@@ -44,9 +45,9 @@ class Parts(ModuleType):
     ``q``.
 
     It is a subclass of ``ModuleType`` because Numba reads attributes of modules while it compiles.
-    Such a call compiles to the same code as the call of a closure variable. Integers that give the
-    shape of an array must be compile-time constants, which attributes of a module are not. Kernels
-    therefore use closure variables for these integers.
+    A call of ``load.q`` compiles to the same code as the call of a closure variable. Attributes of
+    a module are no compile-time constants. Kernels therefore use closure variables for the integers
+    that give the shape of an array.
     """
 
     def __init__(self, spec: Any, module: ModuleType) -> None:

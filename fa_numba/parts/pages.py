@@ -53,10 +53,11 @@ def make_page_of(page_size):
     """Make ``page_of(table, row, reads, first)``, which returns the number of the page that stores
     a row of a sequence.
 
-    ``table`` is the row of the block table for the sequence. Only the lane with the number
-    ``first`` reads the table, for its own ``row``, if its argument ``reads`` is true. A shuffle
-    passes the page to all lanes that call with the same ``first``. If ``reads`` is false in that
-    lane, the result is 0. All lanes of the warp must call the function together.
+    ``table`` is the row of the block table for the sequence. Lanes whose rows are in one page pass
+    an equal ``first``, the number of one of these lanes. Only that lane reads the table, for its
+    own ``row``, and only if its argument ``reads`` is true. A shuffle passes the page to the other
+    lanes. If ``reads`` is false, the result is 0. All lanes of the warp must call the function
+    together.
     """
 
     def page_of(table, row, reads, first):

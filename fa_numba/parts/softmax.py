@@ -239,8 +239,9 @@ def make_online(spec):
     - rf holds the factor f = exp(m - m_new), by which O must be multiplied,
     - rl holds l_new = f l + rowsum(P).
 
-    ``scale`` multiplies the scores only if ``scale_and_mask`` has not done this
-    (``spec.folds_scale``). A row that has seen no column keeps m = -inf and l = 0, and its P is 0.
+    With ``spec.folds_scale``, rS holds Q KT before the call, and the function computes the scores
+    by multiplying with ``scale``. Otherwise ``scale`` is not used. A row that has seen no column
+    keeps m = -inf and l = 0, and its P is 0.
     """
     return _make_online(spec, whole_rows=True)
 

@@ -103,8 +103,8 @@ def _facts(x: Any) -> tuple:
 def _read(options: dict[str, Any]) -> dict[str, Any]:
     """Return the options with the window and the lengths as tuples.
 
-    Lengths that are not a one-dimensional array of integers become a NumPy array, and the check of
-    lengths raises the error later.
+    Only lengths in a one-dimensional array of integers become tuples. Other values of lengths
+    become NumPy arrays. A later check raises the error for them.
     """
     found = options | {"window": as_window(options["window"])}
     for name in LENGTHS:

@@ -219,7 +219,7 @@ def _around(
     ring: Ring, of_q: Sequence[Any], of_kv: Sequence[Any], call: Call, kinds: tuple[Kind, Kind],
     agreement: Agreement | None = None, first: Part | None = None,
 ) -> tuple[Part, Part]:  # fmt: skip
-    """Run all stops of a pass on this rank, and return its results for its rows and its columns.
+    """Run all stops of a pass on this rank, and return the results for the rank's rows and columns.
 
     Each result is a sum over all stops. ``call`` computes one piece. ``kinds`` are the shapes and
     dtypes of the results for rows and for columns. ``first``, if given, is the first summand for

@@ -225,9 +225,10 @@ class MmaSpec(Spec):
 class StandardSpec(MmaSpec):
     """The kernels of standard attention on tensor cores.
 
-    A kernel has a tile of S or a tile of O in registers, never both. Products that have P or dS as
-    an operand, such as P V, load a tile of it in pieces of ``step`` columns. Shared memory has two
-    stages: while the piece in one stage is multiplied, the next piece is loaded to the other stage.
+    A kernel has a tile of S or a tile of O in registers, never both. If P or dS is an operand of a
+    product, as in P V, the kernel loads the tile of P or dS in pieces of ``step`` columns. Shared
+    memory has two stages: while the piece in one stage is multiplied, the next piece is loaded to
+    the other stage.
     """
 
     folds_scale = False

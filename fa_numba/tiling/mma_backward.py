@@ -91,9 +91,9 @@ class MmaBackwardSpec(GradientSpec, MmaSpec):
 
     @property
     def scores(self) -> TransposedSpec:
-        """Spec with which the forward product Q KT computes ST = K QT and dPT = V dOT.
+        """Spec with which the forward pass's function for Q KT computes ST = K QT and dPT = V dOT.
 
-        K (or V) is the first operand, as Q is in the forward pass.
+        K (or V) takes the place of Q, as the first operand. Q (or dO) takes the place of K.
         """
         rows = self.Br // self.row_warps
         kept = 4 * self.planes * self.TN * self.DN
@@ -102,7 +102,7 @@ class MmaBackwardSpec(GradientSpec, MmaSpec):
 
     @property
     def gradients(self) -> TransposedSpec:
-        """Spec with which the forward product P V computes dV = PT dO and dK = dST Q.
+        """Spec with which the forward pass's function for P V computes dV = PT dO and dK = dST Q.
 
         ``head_dim`` of this spec is the number of columns of dK and dV that one warp computes.
         """
@@ -260,7 +260,7 @@ class MmaDqSpec(ValuesSpec, MmaSpec):
 
 @dataclass(frozen=True)
 class TransposedSpec(MmaSpec):
-    """A spec with which parts of the forward pass compute a product of the backward pass.
+    """A spec with which device functions of the forward pass compute products of the backward pass.
 
     The backward kernel has S transposed in registers. The forward pass computes with rows of S,
     where the backward kernel has columns of S. This spec therefore exchanges rows and columns:

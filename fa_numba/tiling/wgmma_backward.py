@@ -227,10 +227,11 @@ class WgmmaBackwardSpec(GradientSpec):
 
     @property
     def slopes_alone(self) -> bool:
-        """Whether the kernel keeps the scores only to compute slopes from them.
+        """Whether slopes are the only reason for which the kernel keeps the scores until it
+        computes dS.
 
-        Kept scores are in registers until the kernel computes dS. A slope is the derivative of
-        ``score_mod`` with respect to the score.
+        A slope is the derivative of ``score_mod`` with respect to the score. The kernel computes
+        slopes from the scores. The value is False if the kernel does not keep the scores.
         """
         return slopes_alone(self.features)
 
@@ -322,7 +323,8 @@ class WgmmaBackwardSpec(GradientSpec):
 
     @property
     def transposed(self) -> WgmmaSpec:
-        """Spec with which products of the forward pass compute products of the backward pass.
+        """Spec with which device functions of the forward pass compute products of the backward
+        pass.
 
         forward product   backward products
         Q KT              ST = K QT, dPT = V dOT

@@ -90,11 +90,13 @@ class Condition(NamedTuple):
 
 
 def slopes_alone(features: Features) -> bool:
-    """Return whether a kernel keeps the scores only to compute slopes from them.
+    """Return whether slopes are the only reason for which a kernel keeps the scores until it
+    computes dS.
 
-    Kept scores are in registers until the kernel computes dS (``Features.scores_stay``). A slope is
-    the derivative of ``score_mod`` with respect to the score. The result is False with ALiBi, a
-    bias, dropout or gradients of captured arrays, and if the kernel does not keep the scores.
+    Kept scores are in registers (``Features.scores_stay``). A slope is the derivative of
+    ``score_mod`` with respect to the score, and the kernel computes slopes from the scores. The
+    result is False with ALiBi, a bias, dropout or gradients of captured arrays, and if the kernel
+    does not keep the scores.
     """
     f = features
     beside = f.dcaptured is not None or f.alibi or f.bias or f.dropout

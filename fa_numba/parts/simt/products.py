@@ -30,8 +30,8 @@ LONGEST_SUM = 128
 def make_scores(spec):
     """Make ``scores(rS, sQ, sK, thread)``, which computes S = Qi KjT in the registers rS.
 
-    The sum is over the head dimension. If this has more than LONGEST_SUM columns, the function
-    computes two partial sums, because the rounding of one long sum would show in the gradients.
+    The sum is over the head dimension. For head dimensions above LONGEST_SUM, the function computes
+    two partial sums, because the rounding of one long sum would be visible in the gradients.
     """
     RS = spec.TM * spec.TN
     if spec.d4 <= LONGEST_SUM:

@@ -20,14 +20,12 @@ from fa_numba.tiling.wgmma import GROUP
 
 @device_function
 def _kept(w0, w1, w2, w3, last, less):
-    """Compare eight random 16-bit numbers with the number in ``last``, and return eight bits.
+    """Compare eight random 16-bit numbers with a threshold, and return eight bits.
 
-    The random numbers are the halves of the words w0 to w3. A bit is 1 if its number is larger.
-    Bits 0 to 3 of the result are for the lower halves of w0 to w3. Bits 16 to 19 are for the upper
-    halves.
-
-    ``last`` contains the largest random number that is dropped, once in each half. ``less`` is a
-    constant that ``larger_halves`` needs.
+    The random numbers are the halves of the words w0 to w3. ``last`` contains the threshold in both
+    halves: the largest random number that is dropped. A bit of the result is 1 if the random number
+    is larger. Bits 0 to 3 are for the lower halves of w0 to w3. Bits 16 to 19 are for the upper
+    halves. ``less`` contains -threshold modulo 2^16 in both halves, as ``larger_halves`` needs it.
     """
     k0, k1 = larger_halves(w0, last, less), larger_halves(w1, last, less)
     k2, k3 = larger_halves(w2, last, less), larger_halves(w3, last, less)

@@ -46,9 +46,14 @@ def multiply_pairs(spec, count, N, a, b, steps):
     columns of B.
 
     A begins at element ``first`` of sA, and B at element ``at`` of sB. Only the first ``count``
-    pairs of planes are multiplied. The sum has ``steps`` steps of the instruction. ``a`` and ``b``
-    describe the two operands by three numbers: the rows of a tile, the number of elements of a
-    plane, and 1 if the rows of the tile are terms of the sum, otherwise 0.
+    pairs of planes are multiplied. The product of a pair takes ``steps`` instructions, and each
+    instruction adds 16 terms of the sum.
+
+    ``a`` describes the tile of A, and ``b`` describes the tile of B. Both are three numbers:
+
+    1. the number of rows of the tile,
+    2. the number of elements of a plane,
+    3. 1 if the rows of the tile are the terms of the sum, otherwise 0.
     """
     (ROWS_A, plane_a, across_a), (ROWS_B, plane_b, across_b) = a, b
     i, j = pairs_of_planes(spec.planes)[count - 1]
