@@ -285,7 +285,8 @@ class Gradients(NamedTuple):
 class SlotOffsets(NamedTuple):
     """The elements at which the parts of one slot begin in their arrays of shared memory.
 
-    Each part is in an array of its own: for example, ``rows`` is an index into sQ.
+    Each part is in an array of its own. ``rows`` is an index into sQ, and ``out`` is an index into
+    sdO (and sO). ``values`` is an index into sL, and ``scores`` is an index into sdS (or sS).
     """
 
     rows: Any  # the tile of Q

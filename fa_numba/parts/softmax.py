@@ -158,7 +158,11 @@ def make_normalise_rows(spec):
 
 @device_function
 def exp_of_difference(s, m):
-    """Return e^(s - m), in natural units. The result is 0 if s is -inf, for every m."""
+    """Return e^(s - m).
+
+    ``s`` and ``m`` are in natural units, not in units of log2. The result is 0 if s is -inf, for
+    every m.
+    """
     p = float32(0.0)
     if s != NEG_INF:
         p = exp2((s - m) * LOG2E)

@@ -23,12 +23,11 @@ MORE, STARTS = 1 << 29, 1 << 28
 
 @part
 def make_column_range(spec):
-    """Make ``column_range(row0, rows_end, head)``, which returns the range of columns that some
-    rows can see.
+    """Make ``column_range(row0, rows_end, head)``, which returns the range of columns that the rows
+    ``row0`` to ``rows_end`` - 1 can see.
 
-    The rows are ``row0`` to ``rows_end`` - 1. The result is the first column of the first column
-    tile, and one past the last column. The causal mask, the window and the lengths limit the range.
-    A block mask is ignored.
+    The result is the first column of the first column tile, and one past the last column. The
+    causal mask, the window and the lengths limit the range. A block mask is ignored.
     """
     Bc, features = spec.Bc, spec.features
     causal, window = features.causal, features.window

@@ -281,7 +281,9 @@ class StandardSpec(MmaSpec):
 
     @property
     def accumulators(self) -> int:
-        """Number of registers of a thread for its part of S or of O, the larger number."""
+        """Number of registers of a thread for its part of S or of O, whichever needs more
+        registers.
+        """
         return self.TM * max(self.TN, 4 * self.DN)
 
     @property
@@ -294,20 +296,23 @@ class StandardSpec(MmaSpec):
 
     @property
     def min_blocks_of_scores(self) -> int:
-        """``min_blocks`` of the kernel for S = Q KT.
+        """Number of thread blocks that must fit in a multiprocessor's registers, for the kernel S =
+        Q KT.
 
-        If S and Q take at most 96 registers of a thread, a multiprocessor must have registers for
-        12 warps. Otherwise it must have registers for one thread block.
+        If S and the fragments of Q that a thread holds (``keeps_q``) take at most 96 registers, the
+        number is 12 divided by the warps of a thread block, rounded down, and at least 1. Otherwise
+        it is 1.
         """
         kept = self.q_registers if self.keeps_q else 0
         return max(1, 12 // self.warps) if self.TM * self.TN + kept <= 96 else 1
 
     @property
     def min_blocks_of_output(self) -> int:
-        """``min_blocks`` of the kernel for O = P V.
+        """Number of thread blocks that must fit in a multiprocessor's registers, for the kernel O =
+        P V.
 
-        If O takes at most 64 registers of a thread, a multiprocessor must have registers for 16
-        warps. Otherwise it must have registers for one thread block.
+        If a thread's part of O takes at most 64 registers, the number is 16 divided by the warps of
+        a thread block, rounded down, and at least 1. Otherwise it is 1.
         """
         return max(1, 16 // self.warps) if self.TM * 4 * self.DN <= 64 else 1
 

@@ -88,7 +88,9 @@ class SimtSpec(Spec):
 
     @property
     def shares_evenly(self) -> bool:
-        """Whether the threads have equal parts of the tile, and are a multiple of 32."""
+        """Whether the threads have equal parts of the tile, and the number of threads is a multiple
+        of 32.
+        """
         whole = self.Bc % self.tx_count == 0 and self.Br % self.ty_count == 0
         return whole and self.threads % 32 == 0
 

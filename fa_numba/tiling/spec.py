@@ -227,7 +227,7 @@ class Spec(ABC):
 
     @property
     def adds_whole_bias(self) -> bool:
-        """Whether tiles inside of the matrix have a bias added without a check of each element."""
+        """Whether the bias of a tile inside of S is added without a check of each element."""
         return False
 
     @property
@@ -277,7 +277,9 @@ class Spec(ABC):
     @property
     @abstractmethod
     def accumulators(self) -> int:
-        """Number of registers of a thread for its parts of tiles that are in registers together."""
+        """Number of registers of a thread for its parts of the tiles that are in registers at the
+        same time.
+        """
 
     @property
     @abstractmethod

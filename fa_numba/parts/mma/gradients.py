@@ -342,8 +342,8 @@ def make_write_columns(spec):
 def make_write_dv(spec):
     """Make ``write_dv(rdV, dV, row0, rows_end, thread)``, which writes a thread's part of dV.
 
-    ``make_write_columns`` explains the arguments. ``thread`` is the ``Thread`` for dK, even if V
-    has its own head dimension.
+    ``make_write_columns`` explains the arguments. ``thread`` is the record with which the kernel
+    also writes dK. If V has a head dimension of its own, the function converts the record.
     """
     write_columns = make_write_columns(spec.of_values)
     if not spec.head_dim_v:

@@ -249,7 +249,8 @@ def make_take(spec):
     ``stage``.
 
     The result is the ``WorkTile``, Nq, Nk, the first visited column, one past the last column, and
-    the K/V head. They are separate numbers because the consumer's loop carries them.
+    the K/V head. They are separate numbers and not a ``Head``, because the consumer's loop carries
+    them, and a record would take more registers.
     """
     read_work_tile, columns_of = make_read_work_tile(spec), make_columns_of(spec)
 
@@ -318,10 +319,10 @@ def make_look_ahead(spec):
     """Make ``look_ahead(rBS, schedule, stage, j0)``, by which a consumer reads the word that
     ``name_next`` has written for slot number ``stage`` of K.
 
-    With a block mask, the result is the column tile that comes after column tile j0. With
-    ``spec.reads_state``, ``rBS[0]`` gets the state of the tile's block in the block mask, which a
-    ``mask_mod`` needs. Without a block mask, the result is j0. ``step`` converts the result to the
-    next column tile.
+    With a block mask, the result is the first column of the column tile that comes after column
+    tile j0. With ``spec.reads_state``, ``rBS[0]`` gets the state of the tile's block in the block
+    mask, which a ``mask_mod`` needs. Without a block mask, the result is j0. ``step`` converts the
+    result to the first column of the next column tile.
     """
     named, first, read = spec.slots_name_next, WORK_WORDS * spec.q_stages, make_read_word(spec)
 
