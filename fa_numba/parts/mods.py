@@ -519,10 +519,10 @@ def make_p_and_slope(spec):
 @part
 def _make_value_and_slope(features):
     """Make ``value_and_slope(s, i, j, origin, head)``, which returns the value of ``score_mod`` for
-    the score ``s``, and the derivative of ``score_mod`` there.
+    the score ``s``, and the derivative of ``score_mod`` at this score.
 
     The value is in units of log2. Normally one source text computes both results. If the user has
-    passed a ``score_mod_grad``, this function computes the derivative.
+    passed a ``score_mod_grad``, ``score_mod_grad`` computes the derivative.
     """
     mod, at_once = features.score_mod, features.score_mod_grad is None
     of_slope = _slope_text(features)

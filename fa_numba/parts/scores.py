@@ -66,8 +66,8 @@ def make_scale_and_mask_all(spec):
     """Make ``scale_and_mask_all(rS, scale, tile)``, which does the work of ``scale_and_mask`` in
     kernels of standard attention.
 
-    There are two differences. The scores are in natural units. Standard attention visits every
-    tile, so that elements in empty blocks of a block mask are hidden, too.
+    There are two differences. The scores are in natural units. The function also hides elements in
+    empty blocks of a block mask, because standard attention visits every tile.
     """
     return _without_bias_read(_make_scale_and_mask(spec, ONE, hides_blocks=True))
 
@@ -104,8 +104,8 @@ def _make_scale_and_mask(spec, unit, hides_blocks, ahead=False):
     lists.
 
     ``unit`` is log2(e), or 1 for scores in natural units. With ``hides_blocks``, elements in empty
-    blocks of a block mask are hidden. With ``ahead``, rBS holds the bias or the block's state;
-    otherwise rBS is not read.
+    blocks of a block mask are hidden. With ``ahead``, rBS holds the bias, or the state of the
+    tile's block in the block mask. Otherwise rBS is not read.
     """
     TM, TN, (EI, EJ) = spec.TM, spec.TN, spec.element_steps
     Br, Bc, features = spec.head_rows, spec.block_columns, spec.features

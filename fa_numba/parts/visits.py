@@ -56,9 +56,10 @@ def make_column_passes(spec):
     """Make ``column_passes(row0, rows_end, head)``, which returns the range of columns of FA-1's
     outer loop.
 
-    Normally the result is ``column_range`` of the rows, but at least one column tile: the first
-    pass initialises O, l and m even if the rows see no column. If the kernel initialises O, l and m
-    before the loop (``features.initialises``), the range can be empty.
+    Normally the result is the range that ``column_range`` returns for the rows. If this range is
+    empty, the result contains one column tile: the first pass initialises O, l and m even if the
+    rows see no column. If the kernel initialises O, l and m before the loop
+    (``features.initialises``), the range can be empty.
     """
     column_range, always = make_column_range(spec), not spec.features.initialises
 

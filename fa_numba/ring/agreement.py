@@ -50,12 +50,12 @@ class Agreement:
             raise self._late(error) from error
 
     def wait(self) -> None:
-        """Wait for the comparison. Raise an error if arguments differ or checks failed on any rank.
+        """Wait for the comparison. Raise an error on all ranks if arguments differ, or if checks
+        failed on any rank.
 
-        All ranks raise an error in such a case.
-        The ValueError names the arguments that differ, and on which ranks. If the checks of all
-        ranks raised equal errors, each rank raises its own error. RuntimeError is raised if a rank
-        does not arrive within the timeout of the group.
+        Normally the error is a ValueError. It names the arguments that differ or the checks that
+        failed, and the ranks. If the checks of all ranks raised equal errors, each rank raises its
+        own error. RuntimeError is raised if a rank does not arrive within the timeout of the group.
         """
         if self.answered:
             return

@@ -118,7 +118,8 @@ class Sum:
     def take(self, more: Part, rows: Span, entries: Span | None = None) -> None:
         """Add the part ``more``, which contains the rows ``rows`` of the batch entries ``entries``.
 
-        None means all batch entries. The sum may keep the memory of the part.
+        If ``entries`` is None, the part contains all batch entries. The sum may keep the memory of
+        the part.
         """
         kind, begin = self.kind, self.span[0]
         if not kind.like:

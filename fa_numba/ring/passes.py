@@ -112,7 +112,8 @@ class Ring:
     def turned(self, of_rows: T, of_columns: T) -> tuple[T, T]:
         """Turn a pair (of rows, of columns) into (travelling, staying), or the other way round.
 
-        Both are the same operation: it swaps the two arguments if K and V travel.
+        If Q travels, the pair is returned unchanged. If K and V travel, the two elements are
+        swapped. Both directions are therefore the same operation.
         """
         return (of_rows, of_columns) if self.travels == "q" else (of_columns, of_rows)
 

@@ -45,9 +45,9 @@ class Mask:
     Attributes
     ----------
     left : int or None
-        Number of columns that a row sees before its diagonal column; None for all.
+        Number of columns that a row sees before its diagonal column. None means all columns.
     right : int or None
-        Number of columns that a row sees after its diagonal column; None for all.
+        Number of columns that a row sees after its diagonal column. None means all columns.
     entries : tuple of Entries
         Numbers of valid rows and columns of the batch entries.
     """

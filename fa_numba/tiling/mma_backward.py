@@ -191,8 +191,8 @@ class MmaBackwardSpec(GradientSpec, MmaSpec):
     def rows_ds(self) -> TileRows:
         """Layout of the rows of dST in shared memory.
 
-        The rows are padded and not swizzled. Padding would slow down copies from global memory, but
-        dST is written by threads.
+        The rows are padded and not swizzled. Padding slows down copies from global memory, but dST
+        is not copied: threads write it from registers.
         """
         return TileRows(self.Br, swizzled=False, padded=True)
 

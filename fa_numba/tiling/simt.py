@@ -43,10 +43,10 @@ class SharedRows:
     def swizzled(cls, columns: int, together: int, unit: int = 4) -> SharedRows:
         """Return a layout of rows of ``columns`` floats without padding.
 
-        In this layout, a warp can read from ``together`` neighbouring rows at once without bank
-        conflicts: the same ``unit`` neighbouring columns of each row. All of these floats are in
-        different banks of shared memory. ``unit`` and ``together`` must be powers of two whose
-        product is at most 32.
+        With this layout, a warp can read elements of ``together`` neighbouring rows at once. If it
+        reads the same ``unit`` neighbouring columns of each row, all elements are in different
+        banks of shared memory. ``unit`` and ``together`` must be powers of two whose product is at
+        most 32.
         """
         places = BANKS // unit
         # Rows begin in ``step`` different banks; row ``step`` begins in the first bank again.
@@ -173,10 +173,11 @@ class SimtSpec(Spec):
 
     @property
     def reads_per_fma(self) -> float:
-        """Number of 16-byte reads of shared memory per multiply-add, over both products.
+        """Number of 16-byte reads of shared memory per multiply-add, in the products Q KT and P V
+        together.
 
-        Of several ways to share a tile among threads, the way with the smallest number is the
-        fastest.
+        There can be several ways to share a tile among threads. The way with the smallest number is
+        the fastest.
         """
         reads = (self.TM + self.TN) * self.d4 / 4 + (self.TM / 4 + self.DN) * self.Bc
         return reads / (self.TM * self.TN * self.d4 + self.TM * 4 * self.DN * self.Bc)
@@ -220,7 +221,9 @@ class SimtBackwardSpec(GradientSpec, SimtSpec):
 
     @property
     def reads_per_fma(self) -> float:
-        """Number of 16-byte reads of shared memory per multiply-add, over the five products."""
+        """Number of 16-byte reads of shared memory per multiply-add, in all five products of the
+        pass.
+        """
         over_d = 2 * (self.TM + self.TN) * self.columns / 4
         over_rows = 2 * (self.CM / 4 + self.DN) * self.Br
         over_columns = (self.TM / 4 + self.DN) * self.Bc

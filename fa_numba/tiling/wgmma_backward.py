@@ -288,7 +288,8 @@ class WgmmaBackwardSpec(GradientSpec):
         conditions hold:
 
         - The call has a bias.
-        - The scores are not kept until dS (``Features.scores_stay``).
+        - The kernel does not keep the scores until it computes dS (``Features.scores_stay`` is
+          False).
         - The larger head dimension, of Q or V, is from 49 to 64.
         """
         few = self.features.bias and not self.features.scores_stay
@@ -304,11 +305,11 @@ class WgmmaBackwardSpec(GradientSpec):
     def masked_part(self) -> WgmmaBackwardSpec:
         """The spec from which the device function ``scale_and_mask`` is made.
 
-        It describes one consumer's part of a tile.
+        It describes one consumer's part of a tile. ``Features.scores_stay`` means that the kernel
+        keeps the scores until it computes dS.
 
         case                                     what ``scale_and_mask`` does
-        scores are kept until dS                 the first of two steps (``hidden_alone``)
-        (``Features.scores_stay``)
+        ``Features.scores_stay``                 the first of two steps (``hidden_alone``)
         bias is added early (``bias_first``)     it hides elements; scale and bias were applied
                                                  before
         all other cases                          all steps: it scales, applies the options that
@@ -747,8 +748,8 @@ class WgmmaDqSpec(ValuesSpec, WgmmaSpec):
     def masked_part(self) -> WgmmaDqSpec:
         """The spec from which the device function ``scale_and_mask`` is made.
 
-        Normally it is this spec. If scores are kept until dS (``Features.scores_stay``), it is the
-        spec that ``hidden_alone`` returns.
+        Normally it is this spec. If the kernel keeps the scores until it computes dS
+        (``Features.scores_stay``), it is the spec that ``hidden_alone`` returns.
         """
         return hidden_alone(self) if self.features.scores_stay else self
 

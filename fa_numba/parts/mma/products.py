@@ -134,9 +134,10 @@ def add_fragment_product(spec, drops):
     """Make ``add_product(rO, rP, sV, options)``, which adds P V to O in registers, for 16-bit
     matrices.
 
-    The operands can also be dS and K, and the sum dQ. ``rP`` holds P in float32. The function
-    rounds P to 16 bits. With ``drops``, a negative element of P is a dropped element and counts as
-    0. The other elements are then multiplied by 1 / (1 - dropout_p).
+    It is also used for dQ += dS K: dS takes the place of P, and K takes the place of V. ``rP``
+    holds P in float32. The function rounds P to 16 bits. With ``drops``, a negative element of P is
+    a dropped element and counts as 0. The other elements are then multiplied by 1 / (1 -
+    dropout_p).
     """
     R, TN, DN, rows = spec.TM // 2, spec.TN, spec.DN, spec.value_rows
     K, RA = spec.TN // 4, 4 * (spec.TM // 2)

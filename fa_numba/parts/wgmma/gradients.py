@@ -568,10 +568,9 @@ def cap_slope(s, inverse):
 def make_store_ds(spec):
     """Make ``store_ds(sdS, at, rdS, thread)``, which stores dST in shared memory for all consumers.
 
-    The array ``rdS`` contains the thread's 16-bit elements of dST.
-
-    The slot begins at element ``at`` of sdS. A row of sdS is a column of S, and a panel contains 64
-    rows of S. The layout has the swizzle of the copy engine.
+    ``rdS`` holds the thread's elements of dST in 16 bits. The slot begins at element ``at`` of sdS.
+    A row of sdS is a column of S, and a panel contains 64 rows of S. The layout has the swizzle of
+    the copy engine.
     """
     if spec.stores_tiles:
         return _make_store_tiles(spec)

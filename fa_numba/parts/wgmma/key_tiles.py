@@ -166,11 +166,11 @@ def make_key_tile(spec):
     ``words`` are the words that ``write_key_tile`` has written. The meaning of ``group`` depends on
     the blocks that share a column tile (``group_splits``):
 
-    | case | ``group`` |
+    | case | what ``group`` counts |
     |---|---|
-    | one block for each column tile | query heads for each K/V head |
-    | blocks share the query heads | query heads for each block |
-    | blocks share the rows of each query head | blocks for each query head |
+    | one block for each column tile | the query heads of a K/V head |
+    | blocks share the query heads | the query heads of a block |
+    | blocks share the rows of each query head | the blocks of a query head |
     """
     column_tile, heads_of = _make_column_tile(spec), _make_query_heads(spec)
     lengths, row_range = _make_read_lengths(spec), _make_read_row_range(spec)

@@ -250,8 +250,8 @@ def make_look_up(spec):
 
     ``pages: (pages_of_tile,)`` are registers. Register n gets the page of the n-th run of rows of
     the tile (``pages.common_rows``). Pages past the end of the sequence are 0. A kernel calls the
-    function before it waits for an empty slot, so that the two waiting times overlap. Without pages
-    the function does nothing.
+    function before it waits for an empty slot. It then waits for the slot and for the block table
+    at the same time. Without pages the function does nothing.
     """
     page_size, PAGES = spec.features.page_size, pages_of_tile(spec)
     rows = spec.Bc // PAGES

@@ -94,8 +94,9 @@ def make_split_pair(spec, times=P_SCALE):
     """Make ``split_pair(rP, n, low, high)``, which splits two elements of P, ``low`` and ``high``,
     into planes.
 
-    A plane of both elements becomes one word of rP: word number n of this plane. With scaled
-    planes, both elements are first multiplied by ``times``.
+    rP contains the words of the first plane, then the words of the next plane, and so on. A word
+    contains one plane of both elements. The function stores it as word number n of this plane. With
+    scaled planes, both elements are first multiplied by ``times``.
     """
     WORDS, scaled = spec.p_registers // spec.planes, spec.features.scaled
     split, P = make_split(spec.dtype, spec.planes), times

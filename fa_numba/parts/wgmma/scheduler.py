@@ -111,7 +111,8 @@ def _make_write_work_tile(spec):
     """Make ``write_work_tile(schedule, slot, work)``, which stores a ``WorkTile`` in the words of a
     slot.
 
-    The first word of the slot is the number of the work tile, and the others are stored after it.
+    The first word of the slot is the number of the work tile, which ``announce`` has stored. The
+    fields of ``work`` are stored in the words after it.
     """
     splits = spec.features.splits
 
@@ -464,10 +465,11 @@ def _make_tile_of(spec):
 def _make_head_tiles(spec):
     """Make ``head_tiles(rows, options)``, which returns the number of row tiles of a head.
 
-    ``rows`` is the number of rows of the array Q. For packed sequences, this is the number of rows
-    of all sequences, and the result is an upper bound: some row tiles are empty. Sequence number b
-    then begins with row tile number t + b, where t is the sequence's first row divided by the rows
-    of a tile. With this rule, no thread has to count the tiles of earlier sequences.
+    ``rows`` is the number of rows of the array Q. Packed sequences are different. There, ``rows``
+    is the number of rows of all sequences, and the result is an upper bound: some row tiles are
+    empty. Packed sequence number b begins with row tile number t + b, where t is the sequence's
+    first row divided by the rows of a tile, rounded down. With this rule, no thread has to count
+    the tiles of earlier sequences.
     """
     rows_of_tile, packed = spec.head_rows, spec.features.packed
 
@@ -522,8 +524,9 @@ def _make_row_tile(spec):
 
     The numbers have this order. The heads are divided into sets. K and V of one set have at most
     TOGETHER bytes, so that L2 can hold them, unless a single head has more. All row tiles of one
-    set come before those of the next set. In a set, consecutive numbers belong to different heads.
-    The row tiles with the most columns come first, so that the last work tiles are short.
+    set come before the row tiles of the next set. In a set, consecutive numbers belong to different
+    heads. The row tiles with the most columns come first, so that the last work tiles have the
+    least work.
     """
     rows_of_tile, of_tile, pair_bytes = (
         spec.head_rows,
