@@ -92,6 +92,14 @@ def memory(row: Row) -> int:
     return int(row.place.removeprefix("M="))
 
 
+def above_d2(N: int) -> tuple[float, float]:
+    """Return the range of M above d^2 to which FA-1's exponent is fitted, for sequence length N.
+
+    From M = N d / 2 on, line 1's tiles have N / 2 columns or more, and M hardly changes accesses.
+    """
+    return HEAD_DIM**2, N * HEAD_DIM / 2
+
+
 def fits(setting: Setting, M: int) -> bool:
     """Return whether the call has a plan that needs at most M floats of shared memory."""
     made = scaling.made(setting)
@@ -199,8 +207,7 @@ def draw(rows: Sequence[Row]) -> Any:
 def _message(rows: Sequence[Row]) -> str:
     forms = _large([row for row in rows if row.pass_ == "fwd"])
     points = scaling.per_score(forms, memory).get((RULED[0], "model"), {})
-    N, d = max((row.seqlen_q for row in forms), default=0), HEAD_DIM
-    fitted = scaling.fit(points, d * d, N * d / 2)
+    fitted = scaling.fit(points, *above_d2(max((row.seqlen_q for row in forms), default=0)))
     if fitted is None:
         return "Accesses over the size of on-chip memory"
     return f"For $M > d^2$, FA-1's accesses are proportional to $M^{{{fitted.exponent:.2f}}}$"
@@ -248,17 +255,18 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
     if not large["fwd"]:
         return None
     N, square = large["fwd"][0].seqlen_q, d * d
+    above = above_d2(N)
     regimes = (
         (RULED[0], "fwd", "-1", 4 * d, square),
-        (RULED[0], "fwd", "-1", square, N * d / 2),
-        (RULED[1], "fwd", "-1", square, N * d / 2),
-        (FLASH[0], "fwd", "-1", square, N * d / 2),
-        (FLASH[1], "fwd", "-1", square, N * d / 2),
+        (RULED[0], "fwd", "-1", *above),
+        (RULED[1], "fwd", "-1", *above),
+        (FLASH[0], "fwd", "-1", *above),
+        (FLASH[1], "fwd", "-1", *above),
         (BLOCKED, "fwd", "-1/2", 1, square),
         ("saha-ye", "fwd", "-1/2", 1, square),
         ("saha-ye", "fwd", "-1", square, N * d),
-        (RULED[0], "bwd", "-1", square, N * d / 2),
-        (RULED[1], "bwd", "-1", square, N * d / 2),
+        (RULED[0], "bwd", "-1", *above),
+        (RULED[1], "bwd", "-1", *above),
         (BLOCKED, "bwd", "-1/2", 1, square),
         (BACKWARD_BOUND, "bwd", "-1/2", 1, square),
         (BACKWARD_BOUND, "bwd", "-1", square, N * d),

@@ -5,6 +5,7 @@ The texts of the claims are in questions.csv. Some claims contradict each other.
 
 import math
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from experiments import claims as measured
@@ -14,16 +15,16 @@ from fa_numba import io_model
 from fa_numba.problem import Problem
 
 from .evidence import Quantity, rows
-from .paper_figures import AT, DRAM, EXPONENTS, MEMORIES, MODEL, SOFTMAXES, TIMES
+from .paper_figures import AT, DRAM, MEMORIES, MODEL, SOFTMAXES, TIMES
 
-from .paper_figures import memory, softmax_over_online, speed, training  # isort: skip
+from .paper_figures import exponents, memory, softmax_over_online, speed, training  # isort: skip
 from .questions import Pair, Pairs, declared, table
 from .rule import Bounds
 
 N, D, TILE = measured.COUNTED_SEQLEN, 64, measured.COUNTED_TILE
 TILES = N // TILE
 FLASH = {"FA-1": "fa1-simt", "FA-2": "fa2-simt"}
-ANY, MORE, LESS = Bounds(0, math.inf), Bounds(1, math.inf), Bounds(0, 1)
+MORE, LESS = Bounds(1, math.inf), Bounds(0, 1)
 
 
 def counted(series: str, note: str | tuple[str, ...], metric: Any = ("loads", "stores"),
@@ -108,7 +109,7 @@ def wide_over_narrow(**how: Any) -> Quantity:
 
     The number is the time, unless the fields `how` of the rows contain another metric.
     """
-    calls = partial(rows, "speed_fp16", "pass_", "causal", "seqlen_q", series="fa2-mma",
+    calls = partial(rows, "speed_fp16", "causal", "seqlen_q", series="fa2-mma",
                     metric="time", **how)  # fmt: skip
     return calls(head_dim=128) / calls(head_dim=64)
 
@@ -125,16 +126,16 @@ def over_blocks(series: str, **fields: Any) -> Quantity:
     return of(**fields).only(of(**TIMES))
 
 
-def long_cache(batch: int, heads_q: int, heads_k: int, d: int, keys: int) -> bool:
-    """Return whether a cache has at least 16384 keys and more bytes than fit into L2."""
-    return keys >= 16384 and 4 * batch * heads_k * keys * d >= decode.LARGE_BYTES
-
-
-def reading() -> Quantity:
+def reading(least: float, below: float = math.inf) -> Quantity:
     """Return the time of our fastest call with one query row / the time to read K and V once.
 
-    Only caches for which `long_cache` is true are included.
+    Only caches with at least 16384 keys, at least `least` bytes and fewer bytes than `below` are
+    included.
     """
+
+    def long_cache(batch: int, heads_q: int, heads_k: int, d: int, keys: int) -> bool:
+        return keys >= 16384 and least <= 4 * batch * heads_k * keys * d < below
+
     by = ("batch", "heads_q", "heads_k", "head_dim", "seqlen_k")
     calls = partial(rows, decode.NAME, *by, series=decode.OURS, seqlen_q=1, **TIMES)
     read = rows(
@@ -160,6 +161,15 @@ def long_context(series: str) -> Quantity:
     return rows(measured.NAME, series=series, metric="memory", seqlen_q=measured.LONG)
 
 
+def standard_flops(row: Row) -> float:
+    """Return the FLOPs of standard attention (FA-1's Algorithm 0), in the forward pass.
+
+    The products take 4 N^2 d FLOPs a head. The softmax takes 4 N^2: each score is scaled, the
+    maximum is subtracted, the exponential is added to the sum, and P is divided by the sum.
+    """
+    return flops(row) + 4 * row.batch * row.heads_q * row.seqlen_q * row.seqlen_k
+
+
 def at_1024(series: str, **fields: Any) -> Quantity:
     """Return numbers of a series in float32 at N=1024, from the experiment `claims`."""
     return rows(measured.NAME, series=series, dtype="float32", seqlen_q=1024, **fields)
@@ -179,37 +189,33 @@ def gain(fused: str, pass_: str) -> Quantity:
     return speed(fused, pass_) / speed("torch-unfused", pass_)
 
 
-def won(standard: tuple[str, ...], fused: tuple[str, ...], **case: Any) -> Pair:
-    """Return the time of unfused attention / the time of fused attention, and the claim's bounds.
+def won(lengths: str) -> Pairs:
+    """Return the times of unfused attention / the times of fused attention, and C9's bounds.
 
-    `standard` are the unfused series, and `fused` are the fused series. `case` selects the rows.
+    `lengths` is "short" (N below 1024: no gain, up to 1.15) or "long" (N from 2048 on: a gain).
+    From 1024 to 2047 the claim allows any number.
     """
     by = ("dtype", "head_dim", "batch", "pass_", "seqlen_q")
-    times = partial(rows, "crossover", *by, causal=False, **TIMES, **case)
-    return times(series=standard) / times(series=fused), opens
+    times = partial(rows, "crossover", *by, causal=False, **TIMES)
+    low, high, said = (0, 1023, Bounds(0, 1.15)) if lengths == "short" else (2048, math.inf, MORE)
+    compared = {
+        "our standard / FA-2": (("standard-mma", "standard-simt"), ("fa2-mma", "fa2-simt")),
+        "torch's unfused / fused": (("torch-unfused",), ("torch-fa2", "torch-efficient")),
+    }
+    return {
+        label: ((times(series=standard) / times(series=fused)).where(
+            lambda *at: low <= at[-1] <= high), said)
+        for label, (standard, fused) in compared.items()
+    }  # fmt: skip
 
 
-def opens(*place: Any) -> Bounds:
-    """Return the bounds that claim C9 sets for the gain of fused over unfused attention.
-
-    The last element of `place` is the sequence length N:
-
-    | N | bounds of the gain |
-    |---|---|
-    | below 1024 | at most 1.15, which counts as no gain |
-    | 1024 to 2047 | any number |
-    | from 2048 on | at least 1 |
-    """
-    return Bounds(0, 1.15) if place[-1] < 1024 else MORE if place[-1] >= 2048 else ANY
-
-
-def over(standard: str) -> Pair:
+def over(standard: str, causal: bool) -> Pair:
     """Return FA-2's speed / standard attention's speed at long sequences, and the claim's range.
 
     `standard` is the series of standard attention.
     """
     calls = partial(rows, "speed_fp16", "pass_", *AT, metric="speed", pass_=("fwd", "fwd+bwd"),
-                    seqlen_q=(4096, 8192, 16384), head_dim=(64, 128))  # fmt: skip
+                    seqlen_q=(4096, 8192, 16384), head_dim=(64, 128), causal=causal)  # fmt: skip
     return calls(series="fa2-mma") / calls(series=standard), Bounds(2, 4)
 
 
@@ -224,8 +230,30 @@ def accesses(series: str) -> Quantity:
     return rows("io_vs_seqlen", "head_dim", "seqlen_q", series=series, **MODEL)
 
 
+def growth_of_accesses(order: str, one: bool) -> Quantity:
+    """Return the accesses at each N, divided by those at N / 2, by head dimension and length.
+
+    If `one` is true, only lengths of at most one tile of the outer loop are included, else only
+    longer ones. The outer loop of FA-1 runs over tiles of Bc keys, and that of FA-2 over tiles of
+    Br rows.
+    """
+    series, of = FLASH[order], attrgetter("Bc" if order == "FA-1" else "Br")
+    tile = rows("io_vs_seqlen", "head_dim", "seqlen_q", series=series, fold=max,
+                value=lambda row: float(row.seqlen_q <= of(row)), **MODEL)  # fmt: skip
+    return accesses(series).steps().only(tile.equal(float(one)))
+
+
 at_16k = partial(rows, "speed_fp16", "head_dim", series="fa2-mma", pass_="fwd", seqlen_q=16384,
                  **TIMES)  # fmt: skip
+# Experiments with FLOPs per DRAM byte. Their GPU must be that of `BALANCE`.
+ROOFLINES = ("memory_hierarchy", measured.NAME)
+PASSES = {"forward": "fwd", "backward": "bwd"}
+MIB = 2.0**20
+CACHES = {
+    "64 to 256 MiB": (decode.LARGE_BYTES, 256 * MIB),
+    "256 MiB to 1 GiB": (256 * MIB, 1024 * MIB),
+    "1 GiB or more": (1024 * MIB,),
+}
 IN_ORDERS: dict[str, Pairs] = {}
 for order, series in FLASH.items():
     half = series.replace("simt", "mma")
@@ -249,31 +277,33 @@ PAIRS: dict[str, Pairs] = IN_ORDERS | {
     "C3, N x N": {order: (counted(series, ("S", "P"), per=N * N, none=0.0), 0.0)
                   for order, series in FLASH.items()},
     "C4": {"elements": (accesses("standard-simt"), lambda d, N: 4.0 * N * (d + N))},
-    "C6": EXPONENTS,
-    "C7": {f"{order} at 2N / at N": (accesses(series).steps(), 2.0)
-           for order, series in FLASH.items()},
+    "C6": exponents("fwd"),
+    **{f"C7, {part}": {f"{order} at 2N / at N": (growth_of_accesses(order, one), 2.0)
+                       for order in FLASH}
+       for part, one in (("one tile", True), ("several tiles", False))},
     "C8": {"P, GB": (GB_OF_P, 4.3), **STANDARD, "FA-2": (layer("fa2-mma"), 0.27),
            "standard / FA-2": (layer("standard-mma") / layer("fa2-mma"), 65.0)},
-    "C9": {"our standard / FA-2": won(("standard-mma", "standard-simt"), ("fa2-mma", "fa2-simt")),
-           "torch's unfused / fused": won(("torch-unfused",), ("torch-fa2", "torch-efficient"))},
-    "C9, one case": {"torch's unfused / FA-2": won(
-        ("torch-unfused",), ("torch-fa2",), dtype="float16", head_dim=64, batch=1,
-        pass_="fwd+bwd")},
-    "C10": {"FA-2 / torch's unfused": over("torch-unfused"),
-            "FA-2 / our standard": over("standard-mma")},
+    "C9, short": won("short"),
+    "C9, long": won("long"),
+    **{f"C10, {mask}": {"FA-2 / torch's unfused": over("torch-unfused", causal),
+                        "FA-2 / our standard": over("standard-mma", causal)}
+       for mask, causal in (("no mask", False), ("causal", True))},
     "C11": SOFTMAXES,
     "C12": {"standard": (counted("standard-simt", ("S", "P"), "loads", per=N * N), 2.0),
             "FA-1": (counted("fa1-simt", "Q", "loads", per=N * D * TILES), 1.0),
             "FA-2": (counted("fa2-simt", "K", "loads", per=N * D * TILES), 1.0)},
     "C13": {name: (MEMORIES[name], said)
             for name, said in (("times faster", 6.0), ("times smaller", 4000.0))},
-    "C14": {
+    **{key: {
         f"{label}, {experiment}": (
-            intensity(experiment, "pass_", source="dram", series=series, dtype="float16")
-            / BALANCE, LESS)
-        for experiment in ("memory_hierarchy", "gpt2_table", measured.NAME)
-        for label, series in (("standard", "standard-mma"), ("FA-1", "fa1-mma"),
-                              ("FA-2", "fa2-mma"))},
+            intensity(experiment, "pass_", source="dram", series=series, dtype="float16",
+                      pass_=passes) / BALANCE, LESS)
+        for experiment in of}
+       for key, label, series, passes, of in (
+           ("C14, standard", "standard", "standard-mma", ("fwd", "bwd"), ROOFLINES),
+           ("C14, FA-1, forward", "FA-1", "fa1-mma", "fwd", ROOFLINES),
+           ("C14, FA-1, backward", "FA-1", "fa1-mma", "bwd", ROOFLINES[:1]),
+           ("C14, FA-2", "FA-2", "fa2-mma", ("fwd", "bwd"), ROOFLINES))},
     "C15": {"writes of O, K/V outer": (counted("fa1-simt", "O", "stores", per=N * D), float(TILES)),
             "reads of O, K/V outer": (counted("fa1-simt", "O", "loads", per=N * D), TILES - 1.0),
             "writes of O, Q outer": (counted("fa2-simt", "O", "stores", per=N * D), 1.0)},
@@ -284,25 +314,29 @@ PAIRS: dict[str, Pairs] = IN_ORDERS | {
         for order, series in FLASH.items()},
     "C18": {f"{order}: additional accesses / N²": (dropped(series), 0.0)
             for order, series in FLASH.items()},
-    "C19": {"block area": (
-        wide_over_narrow(value=lambda row: float(row.Br * row.Bc)), Bounds(0, 0.99)),
-            "time": (wide_over_narrow(), Bounds(1.01, math.inf))},
+    **{f"C19, blocks, {what}": {"block area at d=128 / at d=64": (
+        wide_over_narrow(pass_=pass_, value=lambda row: float(row.Br * row.Bc)), Bounds(0, 0.99))}
+       for what, pass_ in PASSES.items()},
+    **{f"C19, time, {what}": {"time at d=128 / at d=64": (
+        wide_over_narrow(pass_=pass_), Bounds(1.01, math.inf))} for what, pass_ in PASSES.items()},
     "C20": {f"{series}, block doubled": (
         over_blocks(series, source="model", unit="bytes").steps(), Bounds(0, 0.99))
             for series in ("fa1-simt", "fa1-mma", "fa2-simt", "fa2-mma")},
-    "C21": {"our fastest time / time to read K and V": (reading(), 1.0)},
+    **{f"C21, {part}": {"our fastest time / time to read K and V": (reading(*size), 1.0)}
+       for part, size in CACHES.items()},
     "C22": {"elements that differ": (
         rows("paged", "series", "place", source="counted", metric="difference"), 0.0),
         **{f"{series}: error of merged pages / error of one call": merged(series, dtype)
            for series, dtype in (("fa1-simt", "float32"), ("fa2-simt", "float32"),
                                  ("fa2-mma", "float16"))}},
     "C23": {"FA-1": tiles("fa1-simt", "Q"), "FA-2": tiles("fa2-simt", "K")},
-    "C24": {"standard, MiB": (long_context("standard-mma"), 30e9 / 2**20),
+    "C24": {"standard, MiB": (long_context("standard-mma"), Bounds(25e9 / 2**20, 35e9 / 2**20)),
             **{f"{order} / standard": (long_context(series) / long_context("standard-mma"),
                                     Bounds(0, 0.01))
                for order, series in (("FA-1", "fa1-mma"), ("FA-2", "fa2-mma"))}},
-    "C25, FLOPs": {f"{order} / standard": (executed(series) / executed("standard-simt"),
-                                           Bounds(1, 1.15)) for order, series in FLASH.items()},
+    "C25, FLOPs": {f"{order} / standard by formula": (
+        executed(series) / at_1024(series, metric="ffma", value=standard_flops),
+        Bounds(1, 1.15)) for order, series in FLASH.items()},
     "C25, traffic": {f"standard / {order}": (
         at_1024("standard-simt", source="dram") / at_1024(series, source="dram"),
         Bounds(2, math.inf)) for order, series in FLASH.items()},
@@ -319,11 +353,12 @@ PAIRS: dict[str, Pairs] = IN_ORDERS | {
     "C28": {f"{label}, gain backward / gain forward": (
         gain(series, "bwd") / gain(series, "fwd"), MORE)
             for label, series in (("our FA-2", "fa2-mma"), ("torch's FA-2", "torch-fa2"))},
-    "C30": {"longest N: standard": (
+    "C30, standard": {"longest N: standard": (
         longest("runtime_memory", "torch-unfused", "standard-mma", pass_="fwd+bwd",
-                place="plain"), 4096.0),
-        "FA-2": (longest("runtime_memory", "fa2-mma", "fa2-auto", pass_="fwd+bwd", place="plain"),
-                 Bounds(2**20, math.inf)),
+                place="plain"), 4096.0)},
+    "C30, FlashAttention": {
+        "longest N: FA-2": (longest("runtime_memory", "fa2-mma", "fa2-auto", pass_="fwd+bwd",
+                                    place="plain"), Bounds(2**20, math.inf)),
         "FA-2, two GPUs": (longest("ring", "ring-kv"), Bounds(2**20, math.inf))},
 }  # fmt: skip
 BESIDE: dict[str, Pairs] = {
@@ -333,5 +368,5 @@ BESIDE: dict[str, Pairs] = {
     "C16": {"all": tiles("fa2-simt", "K")},
     "C23": {"causal": tiles("fa2-simt", "K", causal=True)},
 }
-QUESTIONS = declared(PAIRS, BESIDE)
+QUESTIONS = declared(PAIRS, BESIDE, {})
 TABLE = table(QUESTIONS, "claim", "claims")

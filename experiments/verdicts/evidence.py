@@ -9,16 +9,16 @@ another series.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from operator import attrgetter
 from typing import Any
 
-from experiments.lab.record import Row, published_numbers, select
+from experiments.lab.measure import scaling
+from experiments.lab.record import EMULATOR, MODEL, Row, published_numbers, select
 
-from .rule import Place
+from .rule import Measured, Place
 
 
 class MissingRows(LookupError):
@@ -58,7 +58,8 @@ Curve = list[tuple[Place, float]]  # a series, sorted by the last part of the pl
 class Quantity:
     """A rule that computes {place: number} from stored rows; see the docstring of the module.
 
-    Quantities can be divided and subtracted.
+    Quantities can be divided and subtracted. Numbers that were measured on a GPU keep the range of
+    their repeated measurements, as `rule.Measured`.
 
     Parameters
     ----------
@@ -76,6 +77,10 @@ class Quantity:
 
     def __sub__(self, other: Quantity) -> Quantity:
         return self._with(other, lambda a, b: a - b)
+
+    def equal(self, wanted: float) -> Quantity:
+        """Return this quantity at the places at which its number is `wanted`."""
+        return self._along(lambda curve: {p: v for p, v in curve if v == wanted})
 
     def only(self, other: Quantity) -> Quantity:
         """Return this quantity without the places at which `other` has no number."""
@@ -106,9 +111,10 @@ class Quantity:
         """Return the numbers of each series, divided by one number of the same series.
 
         The divisor is the first number of the series if `at` is 0, and the last number if `at` is
-        -1. The place of the divisor is left out.
+        -1. The place of the divisor is left out. The divisor's own range is not used: it would
+        widen the ranges of all numbers of the series alike.
         """
-        return self._along(lambda c: {p: v / c[at][1] for p, v in c if p != c[at][0]})
+        return self._along(lambda c: {p: v / float(c[at][1]) for p, v in c if p != c[at][0]})
 
     def steps(self) -> Quantity:
         """Return each number divided by the number before it in the same series.
@@ -118,15 +124,16 @@ class Quantity:
         return self._along(lambda curve: {b[0]: b[1] / a[1] for a, b in pairwise(curve)})
 
     def power(self) -> Quantity:
-        """Return the exponent with which each series grows from its first to its last number.
+        """Return the exponent with which each series grows, fitted as in the tables.
 
-        The numbers are taken as proportional to x^exponent, where x is the last element of a place.
-        The place of the exponent is the place of the series without x.
+        The fit is `scaling.fit`: numbers proportional to x^exponent, where x is the last element of
+        a place, by least squares of the logarithms. The place of the exponent is the place of the
+        series without x. A series with fewer than three numbers has no exponent.
         """
 
         def made(curve: Curve) -> Numbers:
-            (start, first), (end, last) = curve[0], curve[-1]
-            return {start[:-1]: math.log(last / first) / math.log(end[-1] / start[-1])}
+            fitted = scaling.fit({place[-1]: value for place, value in curve})
+            return {} if fitted is None else {curve[0][0][:-1]: fitted.exponent}
 
         return self._along(made)
 
@@ -194,10 +201,19 @@ def rows(experiment: str, *by: By, value: Callable[[Row], float] = attrgetter("n
             return {(): none}
         for row in found:
             place = tuple(part(row) if callable(part) else getattr(row, part) for part in by)
-            groups.setdefault(place, []).append(value(row))
+            groups.setdefault(place, []).append(measured(row, value))
         return {place: fold(values) for place, values in groups.items()}
 
     return Quantity(find, (experiment,))
+
+
+def measured(row: Row, value: Callable[[Row], float]) -> float:
+    """Return the number that `value` gives for a row, with its range if a GPU measured the row."""
+    if row.machine in (MODEL, EMULATOR):
+        return value(row)
+    ranged = row.p20 is not None and row.p80 is not None
+    ends = [value(replace(row, value=x)) for x in (row.p20, row.p80)] if ranged else [value(row)]
+    return Measured(value(row), min(ends), max(ends), row.machine)
 
 
 _PUBLISHED = {"seqlen_q": "seqlen", "seqlen_k": "seqlen", "Bc": "block_c", "pass_": "pass"}

@@ -101,13 +101,24 @@ def over_memory(series: str, pass_: str = "fwd") -> Quantity:
 
 LINE_1 = "fa1-simt-rule"  # FA-1 with the tiles that line 1 of FlashAttention's Algorithm 1 computes
 MODEL: dict[str, Any] = {"source": "model", "unit": "elements", "causal": False}
-EXPONENTS: Pairs = {
-    "N": (rows("io_vs_seqlen", "seqlen_q", series="fa1-simt", head_dim=64,
-               seqlen_q=(32768, 65536), **MODEL).power(), 2.0),
-    "d": (rows("io_vs_head_dim", "head_dim", series=LINE_1, seqlen_q=io_vs_head_dim.SEQLEN,
-               **MODEL).power(), 2.0),
-    "M": (over_memory(LINE_1).where(lambda M: M >= io_vs_sram.HEAD_DIM**2).power(), -1.0),
-}  # fmt: skip
+ABOVE_D2 = io_vs_sram.above_d2(io_vs_sram.SEQLEN)
+
+
+def exponents(pass_: str) -> Pairs:
+    """Return the exponents with which FA-1's accesses grow, and the theorem's exponents.
+
+    The exponents of N, d and M are fitted to closed forms with the tiles of line 1. The ranges are
+    the ranges in the tables of `io_vs_head_dim` and `io_vs_sram`.
+    """
+    of = partial(rows, "io_vs_head_dim", series=LINE_1, pass_=pass_, **MODEL)
+    lengths = of("seqlen_q", head_dim=io_vs_head_dim.OF_N, seqlen_q=io_vs_head_dim.SEQLENS)
+    dims = of("head_dim", seqlen_q=io_vs_head_dim.SEQLEN)
+    memories = over_memory(LINE_1, pass_).where(lambda M: ABOVE_D2[0] <= M <= ABOVE_D2[1])
+    return {
+        "N": (lengths.power(), 2.0),
+        "d": (dims.power(), 2.0),
+        "M": (memories.power(), -1.0),
+    }
 
 
 def blocks_over_flash(pass_: str) -> Pairs:
@@ -138,11 +149,10 @@ PAIRS: dict[str, Pairs] = {
                                 ("times smaller", "capacity", "HBM", "SRAM"))
     },
     "fa1-fig1-right": {
-        f"torch's steps / {label}": (
-            UNFUSED / step(series, unfused_steps.FUSED),
+        "torch's steps / FA-1": (
+            UNFUSED / step("fa1-mma", unfused_steps.FUSED),
             FIGURE_1(method=STEPS) / FIGURE_1(method="FlashAttention fused"),
         )
-        for label, series in (("FA-1", "fa1-mma"), ("FA-2", "fa2-mma"))
     },
     "fa1-fig2-left-accesses": {"standard / FA-1": (
         accessed("standard-mma") / accessed("fa1-mma"),
@@ -185,7 +195,8 @@ PAIRS: dict[str, Pairs] = {
             ("torch's unfused, MiB", "torch-unfused", "PyTorch Attention"),
         )
     },
-    "fa1-theorems": EXPONENTS,
+    "fa1-theorem-2": exponents("fwd"),
+    "fa1-theorem-5": {"M": exponents("bwd")["M"]},
     "saha-ye": blocks_over_flash("fwd"),
     "li-liang": blocks_over_flash("bwd"),
 }  # fmt: skip
@@ -201,8 +212,8 @@ def speed(series: str | tuple[str, ...], pass_: str) -> Quantity:
     return rows("speed_fp16", *AT, series=series, pass_=pass_, fold=max, metric="speed")
 
 
-def lead(ours: str, of: str, item: str, method: str, pass_: str, peers: Any) -> Pairs:
-    """Return our speed and the paper's speed, each divided by the speeds of other kernels.
+def lead(ours: str, of: str, item: str, method: str, peer: str, pass_: str, series: Any) -> Pairs:
+    """Return our speed and the paper's speed, each divided by the speed of another kernel.
 
     | argument | meaning |
     |---|---|
@@ -210,24 +221,46 @@ def lead(ours: str, of: str, item: str, method: str, pass_: str, peers: Any) -> 
     | of | the paper, such as "fa2" |
     | item | the figure of the paper, such as "Fig. 5" |
     | method | the paper's method with which `ours` is compared |
+    | peer | the paper's other method |
     | pass_ | "fwd", "bwd" or "fwd+bwd" |
-    | peers | maps another method of the paper to the series that we compare with the method |
+    | series | our series, or several series, that `peer` is compared with |
     """
     bars = partial(paper, *AT, paper=of, item=item)
     label = "wgmma" if ours == "fa2-wgmma" else "FA-2"
     return {
         f"{label} / {peer}": (speed(ours, pass_) / speed(series, pass_),
                          bars(method=method) / bars(method=peer))
-        for peer, series in peers.items()
     }  # fmt: skip
 
 
-FA1_OF_FA2 = {"FlashAttention": ("fa1-mma", "fa1-mma-splits"), "PyTorch": "torch-unfused"}
+def divisor(of: str, item: str, peer: str, pass_: str, series: Any) -> Pairs:
+    """Return the speed of our series and the speed that a paper's figure gives for `peer`.
+
+    The arguments are those of `lead`. The figure was measured on an H100.
+    """
+    names = {"fa2": "FA-2", "fa3": "FA-3"}
+    return {
+        f"{DIVISORS[series]} has {{}} times the speed of {peer} in {names[of]} {item}": (
+            speed(series, pass_), paper(*AT, paper=of, item=item, method=peer))
+    }  # fmt: skip
+
+
+FASTER_FA1 = ("fa1-mma", "fa1-mma-splits")
+FA1_OF_FA2 = {"FlashAttention": ("fa1", FASTER_FA1), "PyTorch": ("pytorch", "torch-unfused")}
 PEERS = {"FA-2": "torch-fa2", "cuDNN": "torch-cudnn", "Standard": "torch-unfused"}
+DIVISORS = {
+    FASTER_FA1: "our FA-1",
+    "torch-unfused": "torch's unfused attention",
+    "torch-fa2": "torch's FA-2",
+    "torch-cudnn": "torch's cuDNN",
+}
+CONTROL: dict[str, Pairs] = {}
 for item, pass_ in (("4", "fwd+bwd"), ("5", "fwd"), ("6", "bwd"), ("7", "fwd+bwd")):
-    PAIRS[f"fa2-fig{item}"] = lead(
-        "fa2-mma", "fa2", f"Fig. {item}", "FlashAttention-2", pass_, FA1_OF_FA2
-    )
+    for peer, (short, series) in FA1_OF_FA2.items():
+        key, figure = f"fa2-fig{item}-{short}", f"Fig. {item}"
+        PAIRS[key] = lead("fa2-mma", "fa2", figure, "FlashAttention-2", peer, pass_, series)
+        # Figures 4 to 6 were measured on an A100, and Figure 7 on an H100.
+        CONTROL[key] = divisor("fa2", "Fig. 7", peer, "fwd+bwd", series)
 PAIRS["fa2-fig7-speed"] = {
     "FA-2": (
         speed("fa2-mma", "fwd+bwd"),
@@ -239,10 +272,14 @@ for item, pass_, words in (("5", "fwd", (1.5, 2.0)), ("6", "bwd", (1.5, 1.75))):
     PAIRS[f"fa3-fig{item}-speed"] = {
         "wgmma": (ours, paper(*AT, paper="fa3", item=figure, method="FA-3"))
     }
-    PAIRS[f"fa3-fig{item}"] = lead("fa2-wgmma", "fa3", figure, "FA-3", pass_, PEERS)
+    for peer, series in PEERS.items():
+        key = f"fa3-fig{item}-{peer.lower().replace('-', '')}"
+        PAIRS[key] = lead("fa2-wgmma", "fa3", figure, "FA-3", peer, pass_, series)
+        CONTROL[key] = divisor("fa3", figure, peer, pass_, series)
     PAIRS[f"fa3-words-{pass_}"] = {
         "wgmma / FA-2": (ours / speed("torch-fa2", pass_), Bounds(*words))
     }
+    CONTROL[f"fa3-words-{pass_}"] = divisor("fa3", figure, "FA-2", pass_, "torch-fa2")
 
 
 def rmse(over: str, under: str) -> Pair:
@@ -257,15 +294,24 @@ def rmse(over: str, under: str) -> Pair:
             theirs(method="Standard") / theirs(method="FlashAttention-2"))  # fmt: skip
 
 
-def decoding(experiment: str, series: str, method: str) -> Pair:
+def decoding(experiment: str, series: str, method: str, first: int, last: int) -> Pair:
     """Return two quantities for one query row: our times and the published times.
 
-    Each time is divided by the time at the shortest length.
+    Each time is divided by the time with `first` keys. Times with more than `last` keys are left
+    out.
     """
+
+    def part(times: Quantity) -> Quantity:
+        return times.where(lambda keys: first <= keys <= last).over(0)
+
     ours = rows(experiment, "seqlen_k", series=series, heads_q=16, heads_k=2, head_dim=128,
                 seqlen_q=1, dtype="float16", **TIMES)  # fmt: skip
     theirs = paper("seqlen_k", paper="flash-decoding", item="micro-benchmark", method=method)
-    return ours.over(0), theirs.over(0)
+    return part(ours), part(theirs)
+
+
+WHOLE = "claims", "fa2-mma", "FlashAttention v2.0.9"
+SPLIT = "decode", "fa2-mma-splits", "Flash-Decoding"
 
 
 def softmax(name: str) -> Quantity:
@@ -290,14 +336,14 @@ PAIRS |= {
         "our kernels": rmse("standard-mma", "fa2-mma"),
         "torch's kernels": rmse("torch-unfused", "torch-fa2"),
     },
-    "decoding-whole": {"FA-2": decoding("claims", "fa2-mma", "FlashAttention v2.0.9")},
-    "decoding-split": {
-        "FA-2 with key splits": decoding("decode", "fa2-mma-splits", "Flash-Decoding")
-    },
+    "decoding-whole, flat": {"FA-2": decoding(*WHOLE, 256, 4096)},
+    "decoding-whole, growing": {"FA-2": decoding(*WHOLE, 4096, 131072)},
+    "decoding-split, flat": {"FA-2 with key splits": decoding(*SPLIT, 256, 65536)},
+    "decoding-split, growing": {"FA-2 with key splits": decoding(*SPLIT, 65536, 131072)},
     "softmax-accesses": SOFTMAXES,
     "softmax-speed": {"largest ratio, safe / online": (
         softmax_over_online("softmax-safe").most().most(),
         paper(paper="online-softmax", item="abstract"))},
 }  # fmt: skip
-QUESTIONS = declared(PAIRS, {})
+QUESTIONS = declared(PAIRS, {}, CONTROL)
 TABLE = table(QUESTIONS, "figure or table", "published figures")

@@ -15,7 +15,7 @@ from experiments.lab.show.tables import Across, Table, markdown, span
 
 from . import rule
 from .evidence import Evidence, MissingRows, Quantity
-from .rule import NOT_MEASURED, REFUTED, TREND, Point, Published
+from .rule import NOT_COMPARABLE, NOT_MEASURED, REFUTED, TREND, DifferentGpus, Point, Published
 
 # (our quantity, what is published). The second entry is a quantity, a number or bounds for all
 # places, or a function that takes the parts of a place and returns a number or bounds.
@@ -66,14 +66,23 @@ class Question:
     form : str
         Format of the numbers in the table, such as ".2f".
     before : str
-        The earlier verdict, from the time before all verdicts followed the rule in rule.py. Empty
-        if there was no verdict.
+        The verdict before the rule in rule.py was changed; empty for a new question.
+    why_changed : str
+        The reason why the verdict changed; empty if only our numbers changed.
     why_trend, why_refuted : str
         Reason that the page gives if the verdict is "trend only", or if it is "refuted".
+    not_comparable : str
+        What differs between our numbers and the published numbers, if they do not measure the same
+        thing. The verdict is then "not comparable". Empty if they are comparable.
     pairs : mapping
         Maps a label to a pair: our quantity, and the published quantity.
     beside : mapping
         Further pairs in the same form. They are used only for the trend "order".
+    control : mapping
+        Sentence -> (our divisor's speed, the published speed of the divisor on the same GPU). If
+        they differ, our ratio and the published ratio have different divisors: they are not
+        comparable. The page then contains the sentence; {} in it is our speed / the published
+        speed.
     """
 
     key: str
@@ -86,23 +95,30 @@ class Question:
     trend: str
     form: str
     before: str
+    why_changed: str
     why_trend: str
     why_refuted: str
+    not_comparable: str
     pairs: Pairs
     beside: Pairs
+    control: Pairs
 
     @property
     def experiments(self) -> tuple[str, ...]:
         """Return the experiments whose rows answer the question."""
-        every = [ours for ours, _ in (*self.pairs.values(), *self.beside.values())]
+        of = (self.pairs, self.beside, self.control)
+        every = [ours for pairs in of for ours, _ in pairs.values()]
         return tuple(dict.fromkeys(name for each in every for name in each.experiments))
 
     def finding(self, evidence: Evidence) -> Finding:
         """Return the answer of the evidence. The verdict is "not measured" if rows are missing."""
         try:
             points, beside = points_of(self.pairs, evidence), points_of(self.beside, evidence)
+            differs = self.not_comparable or self._other_divisor(evidence)
         except MissingRows as missing:
             return Finding("", NOT_MEASURED, str(missing).partition(" with ")[0])
+        except DifferentGpus as different:
+            return Finding("", NOT_COMPARABLE, str(different))
         judged = rule.judge(self.kind, self.trend, points, beside)
         words = [self._words(label, points) for label in self.pairs]
         if len(points) > len(self.pairs):
@@ -110,9 +126,28 @@ class Question:
             words.append(f"{said} at {sum(judged.within)} of {len(points)} points")
             if self.trend != "words":
                 agreeing = f"{sum(judged.agreeing)} of {len(judged.agreeing)}"
-                words.append(f"same {self.trend} at {agreeing}")
+                trend = "at least halfway" if self.trend == "size" else f"same {self.trend}"
+                words.append(f"{trend} at {agreeing}")
+        if differs:
+            return Finding("; ".join(words), NOT_COMPARABLE, differs)
         why = {TREND: self.why_trend, REFUTED: self.why_refuted}.get(judged.verdict, "")
         return Finding("; ".join(words), judged.verdict, why)
+
+    def _other_divisor(self, evidence: Evidence) -> str:
+        """Return a sentence if our divisor is not the paper's divisor; else an empty text.
+
+        The two divisors are the same if their speeds agree at nine of ten points; see `control`.
+        """
+        for sentence, pair in self.control.items():
+            points = points_of({sentence: pair}, evidence)
+            within = [point.within(rule.FACTORS["speed"]) for point in points]
+            if not rule.enough(within):
+                times = span([point.times for point in points if point.times is not None])
+                return (
+                    f"the divisors differ: on an H100, {sentence.format(times)} (within the "
+                    f"factor at {sum(within)} of {len(within)} points)"
+                )
+        return ""
 
     def _words(self, label: str, points: Sequence[Point]) -> str:
         mine = [point for point in points if point.label == label]
@@ -152,15 +187,22 @@ def points_of(pairs: Pairs, evidence: Evidence) -> list[Point]:
     return points
 
 
-def declared(pairs: Mapping[str, Pairs], beside: Mapping[str, Pairs]) -> tuple[Question, ...]:
+def declared(
+    pairs: Mapping[str, Pairs], beside: Mapping[str, Pairs], control: Mapping[str, Pairs]
+) -> tuple[Question, ...]:
     """Return the questions of questions.csv whose keys are in `pairs`, in the order of the file.
 
-    `pairs` and `beside` map a key to the pairs of the question.
+    `pairs`, `beside` and `control` map a key to the pairs of the question.
     """
     with open(WORDS, newline="", encoding="utf-8") as file:
         lines = [line for line in csv.DictReader(file) if line["key"] in pairs]
     return tuple(
-        Question(pairs=pairs[line["key"]], beside=beside.get(line["key"], {}), **line)
+        Question(
+            pairs=pairs[line["key"]],
+            beside=beside.get(line["key"], {}),
+            control=control.get(line["key"], {}),
+            **line,
+        )
         for line in lines
     )
 
@@ -202,29 +244,35 @@ def links(questions: Sequence[Question]) -> Across:
 
 
 def changed(questions: Sequence[Question]) -> Across:
-    """Return the table of the verdicts that changed when the rule in rule.py was introduced.
+    """Return the table of the verdicts that changed when the rule in rule.py was changed.
 
     The table also contains the figures and claims that had no verdict before.
     """
-    header = ["figure or claim", "what it says", "verdict before", "verdict now", "our numbers"]
+    header = ["figure or claim", "what it says", "verdict before", "verdict now", "why"]
+    header += ["our numbers"]
 
     def make(evidence: Evidence) -> Table:
         found = [(q, q.finding(evidence)) for q in questions]
         lines = [
-            [q.name, q.words, q.before or "none", after.verdict, after.number or after.reason]
+            [q.name, q.words, q.before or "none", after.verdict, q.why_changed or OTHER_NUMBERS,
+             after.number or after.reason]
             for q, after in found
             if q.before != after.verdict
-        ]
+        ]  # fmt: skip
         earlier = sum(bool(q.before) for q in questions)
-        new = sum(not q.before for q in questions)
+        new = len(questions) - earlier
         caption = (
-            f"The common rule for verdicts changed {len(lines) - new} of the {earlier} verdicts "
-            f"that existed before the rule. Another {new} figures and claims had no verdict before "
-            "the common rule for verdicts existed."
+            f"The changed rule for verdicts gives other verdicts to {len(lines) - new} of the "
+            f"{earlier} rows on figures and claims that had a verdict before."
         )
+        if new:
+            caption += f" The number of new rows is {new}."
         return Table(caption, markdown(header, lines).replace("---:", "---"))
 
     return _across(questions, make)
+
+
+OTHER_NUMBERS = "our numbers were recorded again"
 
 
 def _across(questions: Sequence[Question], make: Callable[[Evidence], Table]) -> Across:

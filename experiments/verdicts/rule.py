@@ -7,12 +7,12 @@ from itertools import combinations, pairwise
 from typing import Any
 
 REPRODUCED, TREND, REFUTED = "reproduced", "trend only", "refuted"
-NOT_MEASURED = "not measured"
+NOT_COMPARABLE, NOT_MEASURED = "not comparable", "not measured"
 # Kind of a number -> the largest ratio of our number to the published number, in either direction.
 FACTORS = {"count": 1.02, "ratio": 1.15, "curve": 1.15, "speed": 1.15}
 MOST = 0.9  # the share of points that must agree for "trend only"
-LEVEL = FACTORS["count"]  # if neighbouring points differ by less than this factor, a curve is level
-TRENDS = ("order", "shape", "words")
+LEVEL = 1.02  # two numbers tie if their ratio is at most this factor, in either direction
+TRENDS = ("order", "shape", "size", "words")
 
 TEXT = """\
 The rule for verdicts compares our numbers with the published numbers, point by point. In the \
@@ -24,7 +24,10 @@ rule for verdicts, a *point* is one published number and our number for the publ
 (next table) of the published number |
 | **trend only** | the verdict is not "reproduced", but the trend (last table) agrees for at \
 least nine of ten points |
-| **refuted** | in all other cases |
+| **refuted** | our number and the published number measure the same thing, but the trend does not \
+agree |
+| **not comparable** | our number and the published number do not measure the same thing; the \
+table says what differs |
 
 In the rule for the verdict "reproduced", "the setting" means the quantity, the precision, the \
 pass and the sizes.
@@ -38,13 +41,32 @@ pass and the sizes.
 
 | trend | a point agrees if |
 | --- | --- |
-| *order* | our numbers for one setting (one number per kernel), sorted by size, are in the \
-order of the published numbers; a ratio must also be on the same side of 1 |
-| *shape* | from this point to the next, our curve rises, falls or stays level (within 2 %) as \
-the published curve does |
+| *order* | each two of our numbers for one setting compare as the two published numbers do |
+| *shape* | our numbers at this point and at the next point compare as the two published numbers \
+do |
+| *size* | our ratio is within the factor of the published ratio, or our ratio is at least halfway \
+from 1 to the published ratio on a logarithmic scale |
 | *words* | the words of the claim are true at this point; if they are true at all points, the \
 verdict is "reproduced" |
 
+- Two numbers *tie* if they differ by at most 2 %, or if the ranges from p20 to p80 of repeated \
+measurements overlap. Published numbers have no ranges.
+- Two of our numbers compare as two published numbers do in three cases. In the first case, both \
+pairs tie. In the second case, no pair ties, and both pairs have the same order. In the third \
+case, only one pair ties, and our ratio of the two numbers is within the factor of the published \
+ratio.
+- A claim that names a ratio, such as "2.5 times", has the trend *size*. For "2.5 times", our \
+ratio must be at least 1.58 (the square root of 2.5), because 1.58 is halfway from 1 to 2.5 on a \
+logarithmic scale. A larger ratio than the published ratio agrees too. If a range is published, \
+its end that is nearer to 1 counts.
+- A published ratio of two speeds is comparable only if our divisor is the paper's divisor. The \
+rule for verdicts tests the divisor if a paper gives the divisor's speed on an H100. At nine of \
+ten points, our divisor's speed must be within the factor 1.15 of the published speed. Otherwise \
+the verdict is "not comparable".
+- Numbers that were measured on different GPUs are never divided by each other. A question that \
+needs such a ratio gets the verdict "not comparable".
+- If a claim is true for some sizes, algorithms or masks only, the table has one row for each part \
+of the claim. The parts together contain every measured size that the claim is about.
 - If a paper publishes a range or a bound instead of a number, our number must be in the range or \
 within the bound. The allowed factor between our number and the published number does not apply \
 to published ranges and bounds.
@@ -52,7 +74,8 @@ to published ranges and bounds.
 two loop orders get different verdicts on a claim, the table of claims has a row for each loop \
 order.
 - If a published figure or claim has fewer than ten points, our trend must agree with \
-the published trend at all points."""
+the published trend at all points. A claim in words with fewer than ten points is either \
+"reproduced" or "refuted"."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +93,82 @@ class Bounds:
 
 Published = float | Bounds
 Place = tuple[Any, ...]
+
+
+class Measured(float):
+    """A number that was measured on a GPU, with the range of the repeated measurements.
+
+    Sums, differences and quotients have a range too. Numbers of different GPUs cannot be combined:
+    an operation with both raises `DifferentGpus`.
+
+    Parameters
+    ----------
+    value : float
+        The number, such as a median.
+    low, high : float
+        The range, such as p20 and p80. Equal to `value` without repeated measurements.
+    gpu : str
+        Name of the GPU.
+    """
+
+    low: float
+    high: float
+    gpu: str
+
+    def __new__(cls, value: float, low: float, high: float, gpu: str) -> "Measured":
+        """Make the number."""
+        made = super().__new__(cls, value)
+        made.low, made.high, made.gpu = low, high, gpu
+        return made
+
+    def _made(self, value: float, low: float, high: float, other: float) -> "Measured":
+        gpu = other.gpu if isinstance(other, Measured) else self.gpu
+        if gpu != self.gpu:
+            raise DifferentGpus(f"the numbers are of {' and '.join(sorted((gpu, self.gpu)))}")
+        return Measured(value, min(low, high), max(low, high), gpu)
+
+    def __add__(self, other: float) -> "Measured":
+        low, high = ends(other)
+        return self._made(float(self) + float(other), self.low + low, self.high + high, other)
+
+    __radd__ = __add__
+
+    def __sub__(self, other: float) -> "Measured":
+        low, high = ends(other)
+        return self._made(float(self) - float(other), self.low - high, self.high - low, other)
+
+    def __truediv__(self, other: float) -> "Measured":
+        low, high = ends(other)
+        return self._made(float(self) / float(other), self.low / high, self.high / low, other)
+
+    def __rtruediv__(self, other: float) -> "Measured":
+        return self._made(float(other) / float(self), other / self.high, other / self.low, other)
+
+
+class DifferentGpus(ValueError):
+    """Raised if a quantity would be made from numbers of different GPUs."""
+
+
+def ends(number: Published) -> tuple[float, float]:
+    """Return the smallest and the largest number that a number with a range stands for."""
+    if isinstance(number, Bounds | Measured):
+        return number.low, number.high
+    return number, number
+
+
+def tied(a: Published, b: Published) -> bool:
+    """Return whether two numbers tie: they differ by at most 2 %, or their ranges overlap."""
+    (a_low, a_high), (b_low, b_high) = ends(a), ends(b)
+    if a_low <= b_high and b_low <= a_high:
+        return True
+    if isinstance(a, Bounds) or isinstance(b, Bounds) or a * b <= 0:
+        return False
+    return 1 / LEVEL <= a / b <= LEVEL
+
+
+def compared(a: Published, b: Published) -> int:
+    """Return 0 if two numbers tie, 1 if `a` is larger than `b`, and -1 if `a` is smaller."""
+    return 0 if tied(a, b) else 1 if ends(a) > ends(b) else -1
 
 
 @dataclass(frozen=True)
@@ -129,7 +228,7 @@ class Judgement:
 def judge(
     kind: str, trend: str, points: Sequence[Point], beside: Sequence[Point] = ()
 ) -> Judgement:
-    """Return the verdict on points.
+    """Return the verdict on points that are comparable.
 
     Parameters
     ----------
@@ -138,7 +237,8 @@ def judge(
     trend : str
         One of TRENDS. The trend decides the verdict if not all points are within the factor.
         "order": which of the numbers at a place is larger. "shape": whether a series rises, falls
-        or stays level from one place to the next. "words": whether a statement in words is true.
+        or stays level from one place to the next. "size": whether a ratio is at least halfway from
+        1 to the published ratio. "words": whether a statement in words is true.
     points : sequence of Point
         The points.
     beside : sequence of Point, default ()
@@ -156,57 +256,81 @@ def judge(
     >>> judge("speed", "shape", points).verdict
     'trend only'
     """
-    within = [point.within(FACTORS[kind]) for point in points]
+    factor = FACTORS[kind]
+    within = [point.within(factor) for point in points]
     if trend == "order":
-        agreeing = _in_order([*points, *beside], one=kind == "ratio")
+        agreeing = _in_order([*points, *beside], factor)
+    elif trend == "shape":
+        agreeing = _in_shape(points, factor)
+    elif trend == "size":
+        agreeing = [near or halfway(p) for near, p in zip(within, points, strict=True)]
     else:
-        agreeing = _in_shape(points) if trend == "shape" else within
-    enough = bool(agreeing) and sum(agreeing) >= MOST * len(agreeing)
-    verdict = REPRODUCED if all(within) else TREND if enough else REFUTED
+        agreeing = within
+    verdict = REPRODUCED if all(within) else TREND if enough(agreeing) else REFUTED
     return Judgement(verdict, within, agreeing)
 
 
-def _in_order(points: Iterable[Point], one: bool) -> list[bool]:
+def enough(agreeing: Sequence[bool]) -> bool:
+    """Return whether at least nine of ten points agree. The result is False without points."""
+    return bool(agreeing) and sum(agreeing) >= MOST * len(agreeing)
+
+
+def halfway(point: Point) -> bool:
+    """Return whether our ratio is at least halfway from 1 to the published ratio.
+
+    The scale is logarithmic: halfway from 1 to 4 is 2. A ratio beyond the published ratio is more
+    than halfway. If a range is published, the end that is nearer to 1 is the published ratio. A
+    published ratio of 1 has no half: our ratio must tie with 1.
+    """
+    low, high = ends(point.published)
+    if low > 1:
+        return point.ours >= math.sqrt(low)
+    if high < 1:
+        return 0 < point.ours <= math.sqrt(max(high, 0.0))
+    return tied(point.ours, 1.0)
+
+
+def _alike(ours: tuple[float, float], said: tuple[Published, Published], factor: float) -> bool:
+    """Return whether our two numbers compare as the two published numbers do.
+
+    They do if both pairs tie, or if both pairs have the same order. If only one pair ties, our
+    ratio of the two numbers must be within `factor` of the published ratio.
+    """
+    mine, theirs = compared(*ours), compared(*said)
+    if mine == theirs:
+        return True
+    a, b = said
+    if mine and theirs or isinstance(a, Bounds) or isinstance(b, Bounds):
+        return False
+    if not (a and b and ours[1]):
+        return False
+    return Point("", (), ours[0] / ours[1], a / b).within(factor)
+
+
+def _in_order(points: Iterable[Point], factor: float) -> list[bool]:
     """Return for each place whether our numbers have the same order as the published numbers.
 
-    The order of two numbers says which of them is larger. Only pairs whose published numbers have
-    an order are compared. If `one` is true, the numbers are ratios, and each of them is also
-    compared with 1. Our ratio must then be above 1 if the published ratio is above 1, and below 1
-    if the published ratio is below 1. A place is left out if a label has no number there, or if no
-    published numbers there have an order.
+    The order of two numbers says which of them is larger, or that both tie. A place is left out if
+    a label has no number there. It is also left out if all published numbers there tie.
     """
-    places: dict[Place, list[tuple[float, Published]]] = {}
+    places: dict[Place, list[Point]] = {}
     for point in points:
-        places.setdefault(point.place, []).append((point.ours, point.published))
+        places.setdefault(point.place, []).append(point)
     most = max(map(len, places.values()), default=0)
     found = []
     for numbers in places.values():
-        pairs = list(combinations([*numbers, *([(1.0, 1.0)] if one else [])], 2))
-        orders = [(_sign(a[0], b[0]), _order(a[1], b[1])) for a, b in pairs]
-        if len(numbers) == most and any(theirs for _, theirs in orders):
-            found.append(all(ours == theirs for ours, theirs in orders if theirs))
+        pairs = [
+            ((a.ours, b.ours), (a.published, b.published)) for a, b in combinations(numbers, 2)
+        ]
+        if len(numbers) == most and any(compared(*said) for _, said in pairs):
+            found.append(all(_alike(ours, said, factor) for ours, said in pairs))
     return found
 
 
-def _sign(a: float, b: float) -> int:
-    """Return 1 if a is larger than b, 0 if both are equal, and -1 if a is smaller."""
-    return (a > b) - (a < b)
-
-
-def _order(a: Published, b: Published) -> int:
-    """Return 1 if a is larger than b, -1 if b is larger, and 0 if they are equal or overlap.
-
-    Bounds are a range. The range a is larger than the number or range b if the lower end of a is at
-    least the upper end of b. For example, the bounds "1 or more" are larger than the number 1.
-    """
-    a, b = (x if isinstance(x, Bounds) else Bounds(x, x) for x in (a, b))
-    return (a.low >= b.high) - (a.high <= b.low)
-
-
-def _in_shape(points: Iterable[Point]) -> list[bool]:
+def _in_shape(points: Iterable[Point], factor: float) -> list[bool]:
     """Return, for each step of a series, whether our number changes as the published number does.
 
-    Both must rise, both must fall, or both must stay level (within 2 %). Raise TypeError if bounds
+    Both must rise, both must fall, or both must stay level; see `_alike`. Raise TypeError if bounds
     are published instead of numbers.
     """
     curves: dict[Place, list[Point]] = {}
@@ -220,16 +344,18 @@ def _in_shape(points: Iterable[Point]) -> list[bool]:
                     f"{a.label} must be a series of published numbers, not a bound, to compare "
                     "how it changes"
                 )
-            ours, theirs = b.ours / a.ours, b.published / a.published
-            level = all(1 / LEVEL < step < LEVEL for step in (ours, theirs))
-            found.append(level or _sign(ours, 1) == _sign(theirs, 1))
+            found.append(_alike((b.ours, a.ours), (b.published, a.published), factor))
     return found
 
 
 def tally(verdicts: Iterable[str], what: str) -> str:
     """Return a sentence with the number of questions for each verdict. `what` names the table."""
     found = list(verdicts)
-    known = (REPRODUCED, TREND, REFUTED, NOT_MEASURED)
-    shown = [f'{found.count(name)} are "{name}"' for name in known if name in found]
+    known = (REPRODUCED, TREND, REFUTED, NOT_COMPARABLE, NOT_MEASURED)
+    shown = [
+        f'{(n := found.count(name))} {"is" if n == 1 else "are"} "{name}"'
+        for name in known
+        if name in found
+    ]
     said = ", ".join([*shown[:-2], " and ".join(shown[-2:])])
     return f"Of the {len(found)} verdicts in the table of {what}, {said}."

@@ -208,7 +208,9 @@ def test_the_table(module, tmp_path, monkeypatch):
     text = report.text(module.NAME, recorded(tmp_path, module.NAME, rows))
     lines = [line for line in text.splitlines() if line.startswith("| ")][2:]
     assert 5 <= len(lines) <= 13
-    (ruled,) = [x for x in lines if "FA-1 (K/V outer), line 1's tiles" in x and "below" not in x]
+    of_rule = [x for x in lines if "FA-1 (K/V outer), line 1's tiles" in x and "below" not in x]
+    *over_n, ruled = of_rule
+    assert [x.split(" | ")[3][:4] for x in over_n] == ["2.00"] * (module is not io_vs_sram)
     # Closed form, L2 and DRAM are the same power here.
     exponents = [float(cell.split(" ")[0]) for cell in ruled.strip("| ").split(" | ")[-3:]]
     want = -1 if module is io_vs_sram else 2
