@@ -131,8 +131,8 @@ def numpy_dtype(name: str) -> np.dtype:
 def _stored_as(dtype: str) -> str:
     """Return the dtype of an array that stores ``dtype`` in a library without float8.
 
-    The bits of e4m3 are stored as uint8. Raise TypeError for bfloat16, which such a library has
-    not.
+    The bits of e4m3 are stored as uint8. Raise TypeError for bfloat16, which such a library does
+    not support.
     """
     if dtype == "bfloat16":
         raise TypeError(

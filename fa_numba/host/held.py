@@ -34,7 +34,7 @@ class Watched:
     """A captured array that must not change between calls.
 
     ``name`` is the text for messages. ``state`` returns a value that differs after a change of the
-    array. ``given`` is the value that ``state`` returned when the caller's function was passed.
+    array. ``given`` is the value that ``state`` returned when ``holding`` copied the function.
     """
 
     name: str

@@ -10,8 +10,9 @@ argument of the call           contribution to the key
 =============================  =====================================================================
 choices, scalar options        type and value
 array on a GPU                 library, GPU, dtype, shape, strides and alignment
-lengths, arrays of blocks      dtype, shape and values; each call copies the values from a GPU
-``block_table``, ``kv_lens``   if there is a block table: as for arrays on a GPU. If one of the two
+lengths, ``block_mask``        dtype, shape and values of the array. Each call copies an array on
+                               a GPU to the host, to read the values
+``block_table``, ``kv_lens``   with a ``block_table``: as for arrays on a GPU. If one of the two
                                arrays is on the host, the call is not stored
 ``score_mod``, ``mask_mod``    code, captured numbers, and captured arrays as for arrays on a GPU
 ``BlockMask``                  its function, its sizes and its tiles

@@ -98,7 +98,7 @@ def planned(request: Request) -> Plan:
 
 
 def _check_problem(request: Request) -> None:
-    """Raise ValueError for a problem and choices that no unit supports."""
+    """Raise ValueError if no unit supports the problem with the choices of the request."""
     problem, choices = request.problem, request.choices
     for name, size in (("batch", problem.batch), ("heads of q", problem.heads_q)):
         check_grid_size(name, size)

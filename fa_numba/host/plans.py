@@ -301,7 +301,9 @@ class Plan(LaunchPlan):
         cls, request: Request, decided: Decision, launches: Sequence[Launch],
         workspace: Sequence[Buffer], count: Callable[..., io_model.Accesses], split_rows: int = 0,
     ) -> Plan:  # fmt: skip
-        """Return the plan of an algorithm's launches, with the outputs of the pass.
+        """Return a plan from the launches and the workspace of an algorithm.
+
+        This method adds the outputs of the pass.
 
         Parameters
         ----------

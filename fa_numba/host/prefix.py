@@ -191,7 +191,7 @@ def _of_prefix(problem: Problem, k_shape: Any, v_shape: Any, options: Any) -> Pr
     """Return the problem of the pass over the prefix, with the queries of all sequences.
 
     ``k_shape`` and ``v_shape`` are the shapes of ``prefix_k`` and ``prefix_v``. Raises ValueError
-    or TypeError if these shapes do not fit to k and v, and for options that a call with a prefix
+    or TypeError if these shapes do not match k and v, and for options that a call with a prefix
     does not support.
     """
     axes = LAYOUTS[problem.layout][1:]

@@ -51,7 +51,7 @@ WIDE = 8
 
 @cache
 def make_merge(head_dim, x_dtype, y_dtype, out_dtype, aligned, features=PLAIN):
-    """Return the kernel that computes O and L. The grid is (``blocks``, H, B).
+    """Return the kernel that merges two parts into O and L. The grid is (``blocks``, H, B).
 
     The kernel's arguments are X and LX (O_x and L_x), Y and LY (O_y and L_y), and the results O and
     L. ``x_dtype``, ``y_dtype`` and ``out_dtype`` are the dtypes of X, Y and O. ``head_dim`` is the
@@ -122,8 +122,8 @@ def make_merge_backward(head_dim, dtype, dlse, aligned):
     The grid is (``row_blocks``, H, B). The part is called Y. Its output is the array Y (O_y in the
     formulas of this module), and its logsumexp is the array LY (L_y). The kernel writes two arrays:
     dY, the gradient of the loss with respect to O_y, and dLY, the gradient with respect to L_y.
-    ``dlse`` says whether the loss depends on the merged L, so that the kernel reads its gradient
-    dL.
+    ``dlse`` says whether the loss depends on the merged L. If so, the kernel reads dL, the gradient
+    with respect to L.
     """
     width, T = width_of(head_dim, aligned), row_threads(head_dim, aligned)
     ROWS, weight = THREADS // T, _weight_gradient(dtype, width)

@@ -12,8 +12,8 @@ divided by l_s. This kernel combines the splits of a row as Algorithm 1 combines
     L = m + log l
 
 One warp merges a row. If there are many splits, eight warps share a row. The sums have a fixed
-order. A split without a visible column of the row has m_s = -inf and l_s = 0. Its O_s can be NaN if
-V contains NaN, and is ignored. The splits store m_s multiplied by log2(e).
+order. A split without a visible column of the row has m_s = -inf and l_s = 0. O_s of such a split
+is ignored: it can be NaN if V contains NaN. The splits store m_s multiplied by log2(e).
 
 Accesses, elements per head, for n splits:  loads n (Nq d + 2 Nq), stores Nq d + Nq.
 """

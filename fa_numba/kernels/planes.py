@@ -2,15 +2,15 @@
 
 A plane is one of several 16-bit matrices whose sum approximates a float32 matrix
 (``parts.fragments.planes``). A row of X becomes a row that contains all planes one after the other.
-Each plane has ``columns`` elements. Elements past the head dimension are 0.
+In this row, each plane has ``columns`` elements. Elements past the head dimension are 0.
 
 float16 has a smaller range than float32. For planes in float16, X is therefore multiplied by a
 power of two first, one for each head. The largest element is then from 2^13 to 2^14. Elements down
 to 2^-16 of the largest element keep 22 bits. The error of smaller elements is at most 2^-38 of the
 largest element. Elements that are inf or NaN are ignored when the largest element is determined.
 
-A warp splits several rows. Before that, WARPS_OF_HEAD warps search each head for its largest
-element. Each warp stores the largest element that it has found in the array ``M``.
+A warp splits several rows. If planes are scaled, WARPS_OF_HEAD warps first search each head for its
+largest element. Each warp stores the largest element that it has found in the array ``M``.
 
 Accesses, elements per head:  loads N d, twice if the planes are scaled; stores N p c, for p planes
 with c columns each.
@@ -184,9 +184,9 @@ def make_split_rows(facts):
 def make_row_sums(facts, d_v):
     """Return the kernel that computes D = rowsum(dO o O) - dL, and sets the sum A of dQ to 0.
 
-    The grid is (N / 4, H, B), and a warp computes one row. dO is float32, and is the argument X:
-    the name ``dO`` is taken by the planes of dO. These are lines 3 and 4 of FlashAttention-2's
-    Algorithm 2. If the loss has no gradient of L, dL is 0.
+    The grid is (N / 4, H, B), and a warp computes one row. The argument X is dO in float32. It is
+    not called ``dO``, because ``dO`` is the name of the planes of dO. These are lines 3 and 4 of
+    FlashAttention-2's Algorithm 2. If the loss has no gradient of L, dL is 0.
     """
     grid, gradients = bind(facts, grid_parts, gradient_parts)
     d, most = facts.head_dim, max(facts.head_dim, d_v)

@@ -1,7 +1,6 @@
 """Device functions that kernels share, one topic per module.
 
-Each ``make_...`` factory takes a spec, and returns a device function that is compiled for this
-spec.
+Most of them are returned by a factory such as ``make_q(spec)``, and are compiled for one spec.
 """
 
 from fa_numba.parts.namespace import bind as bind

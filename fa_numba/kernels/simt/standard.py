@@ -35,7 +35,7 @@ def make_standard_scores(spec, slopes=False):
 
     The grid is (Tr, query heads, B). If ``slopes`` is true, the kernel computes something else: it
     reads dS from the array S, multiplies dS by the derivatives of a softcap and of ``score_mod``,
-    and stores it in S.
+    and stores the product in S.
     """
     grid, load, products = bind(spec, simt.grid, simt.load, simt.products)
     (scores,) = bind(spec, simt.scores)

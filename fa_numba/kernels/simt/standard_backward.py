@@ -3,7 +3,7 @@
 The forward kernels compute P again and store it in global memory. The kernels of this file load P.
 dS overwrites dP.
 
-Accesses, elements per head, in addition to those of scores and softmax:
+Accesses, elements per head, in addition to the accesses of the scores and softmax kernels:
     dV = PT dO   loads Nq Nk + Tc Nq d, stores Nk d          (line 1)
     dP = dO VT   loads Nq d + Tr Nk d, stores Nq Nk          (line 2, the scores kernel)
     dS           loads 2 Nq Nk, stores Nq Nk                 (line 3)

@@ -20,7 +20,7 @@ from fa_numba.parts.records import Slot, Tile
 
 @cache
 def make_masks_consumer(spec):
-    """Return ``consume``, which a consumer warpgroup runs in the kernel of ``fa2_backward``.
+    """Return the device function ``consume``, which the consumers of ``fa2_backward`` run.
 
     Each column tile must belong to one query head and one thread block: query heads share no K/V
     head, and there are no group splits.

@@ -22,7 +22,7 @@ from fa_numba.parts.records import GroupThread, Slot, Tile
 
 @cache
 def make_planes_consumer(spec):
-    """Return ``consume``, which a consumer warpgroup runs, for planes and d up to 64."""
+    """Return the device function ``consume`` of a consumer warpgroup, for planes and d up to 64."""
     grid, key_tiles, gradients = bind(spec, wgmma.grid, wgmma.key_tiles, wgmma.gradients)
     pingpong, visits, planes = bind(spec, wgmma.pingpong, wgmma.visits, wgmma.plane_gradients)
     (products,) = bind(spec, wgmma.products)
@@ -116,7 +116,7 @@ def make_planes_consumer(spec):
 
 @cache
 def make_planes_consumers_by_product(spec):
-    """Return ``consume``, which a consumer warpgroup runs, for planes and d above 64.
+    """Return the device function ``consume`` of a consumer warpgroup, for planes and d above 64.
 
     One warpgroup computes S, P and dV, and the other computes dP, dS and dK.
     """

@@ -18,7 +18,7 @@ from fa_numba.parts.records import Head, Slot, Tile
 
 @cache
 def make_consumers_by_product(spec):
-    """Return ``consume``, which a consumer warpgroup runs in the kernel of ``fa2_backward``.
+    """Return the device function ``consume``, which the consumers of ``fa2_backward`` run.
 
     One warpgroup computes S, P and dV, and the other computes dP, dS and dK.
     """

@@ -23,8 +23,8 @@ from fa_numba.parts.records import Head, Out, Slot, Tile
 
 @cache
 def make_forward(spec):
-    """Return the kernel for ``spec``. Normally the grid has as many thread blocks as the GPU can
-    run at the same time. Without persistent thread blocks, it has one for each work tile.
+    """Return the kernel for ``spec``. The grid has one thread block for each work tile. Persistent
+    thread blocks are an exception: the grid has no more of them than the GPU runs at the same time.
     """
     grid, load, pipeline = bind(spec, wgmma.grid, wgmma.load, wgmma.pipeline)
     products, scores, softmax = bind(spec, wgmma.products, wgmma.scores, wgmma.softmax)
