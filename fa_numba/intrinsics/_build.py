@@ -236,8 +236,8 @@ def guarded(instructions, condition):
 def _pointer(context, builder, array_ty, space, args, places):
     """Return a pointer to an element of a shared or global array.
 
-    The array is the first of `args`, and the indices follow. `places` are the Numba types of the
-    indices.
+    The first of `args` is the array, and the others are the indices of the element. `places` are
+    the Numba types of the indices.
     """
     if space == SHARED:
         return shared_pointer(context, builder, array_ty, args[0], args[1], places[0])

@@ -115,7 +115,7 @@ def _rows_of_tiles(values, present, mask):
     """Exchange words between the lanes of a warp, as ``stmatrix`` does before it stores.
 
     `values` are the words w0 to w3 of all lanes. The result contains the four words that lane l of
-    a warp stores: row l % 8 of tile l // 8.
+    a warp stores: row l % 8 of tile l // 8. `present` and `mask` are not used.
     """
     tiles = np.stack(values).reshape(4, -1, 8, 4)  # tile, warp, row, word of the row
     return tuple(tiles.transpose(3, 1, 0, 2).reshape(4, -1, _WARP))

@@ -38,8 +38,8 @@ _NAMED = {
 class Refused(Exception):
     """The caller's function contains something that kernels do not support.
 
-    The exception's text names it, and ``line`` is its line in the caller's file. ``writing`` turns
-    this exception into a ValueError.
+    The exception's text says what it is. ``line`` is the line in the caller's file. ``writing``
+    turns this exception into a ValueError.
     """
 
     def __init__(self, what: str, node: ast.AST) -> None:
@@ -48,11 +48,14 @@ class Refused(Exception):
 
 
 def undefined(name: str, node: ast.AST) -> Refused:
-    """Return the ``Refused`` exception for a name that has no value."""
+    """Return the ``Refused`` exception for a name that is not defined."""
     return Refused(f"{name} (a name that is not defined; import or define it)", node)
 
 
 def what(node: ast.AST) -> str:
-    """Return the words for a syntax node in an error message, such as "a loop" or its source."""
+    """Return the words by which an error message names a syntax node.
+
+    The words are a description such as "a loop", or the source of the node.
+    """
     named = next((words for kind, words in _NAMED.items() if isinstance(node, kind)), "")
     return named or f"`{ast.unparse(node)}`"

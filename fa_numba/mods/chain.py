@@ -17,10 +17,11 @@ class Chained(Conversions):
     """Writes the statements that add and multiply slopes (derivatives) in a function's text."""
 
     def times(self, slope: str | None, factor: str, finite: bool = False) -> str | None:
-        """Write the product of a slope (derivative) and a factor, and return its name.
+        """Write the statement that multiplies a slope (derivative) by a factor.
 
-        ``slope`` and ``factor`` are names in the text. ``finite`` says whether the factor is known
-        to be finite. A shared factor, which is equal for all scores of a tile, counts as finite.
+        Return the name of the product, or None if the slope is 0. ``slope`` and ``factor`` are
+        names in the text. ``finite`` says whether the factor is known to be finite. A shared
+        factor, which is equal for all scores of a tile, counts as finite.
         """
         if slope is None:
             return None
@@ -30,11 +31,11 @@ class Chained(Conversions):
         return made
 
     def chained(self, slope: str | None, factor: str, finite: bool = False) -> str | None:
-        """Write the product of a slope and a factor, or 0 where the factor is 0.
+        """Write the statements of the product ``slope * factor``, which is 0 where the factor is 0.
 
-        Return the name of the result. The arguments are those of ``times``. A factor is 0 where a
-        function is saturated, such as tanh far from 0. The slope of the function's argument may be
-        infinite there, and 0 times infinity would be NaN.
+        Return the name of the product, or None if the slope is 0. The arguments are those of
+        ``times``. A factor is 0 where a function is saturated, such as tanh far from 0. The slope
+        of the function's argument may be infinite there, and 0 times infinity would be NaN.
         """
         made = self.times(slope, factor, finite)
         if made is None or made == factor or self.steady_slope(slope):
@@ -42,7 +43,10 @@ class Chained(Conversions):
         return self.put(f"{made} if {factor} != {ZERO} else {ZERO}")
 
     def plus(self, a: str | None, b: str | None, sign: str = "+") -> str | None:
-        """Write the sum a + b of two slopes, or a - b if ``sign`` is "-". Return its name."""
+        """Write the statement that adds two slopes: a + b, or a - b if ``sign`` is "-".
+
+        Return the name of the result, or None if both slopes are 0.
+        """
         if a is None:
             return b if b is None or sign == "+" else self.put(f"-{b}")
         return a if b is None else self.put(f"{a} {sign} {b}")

@@ -41,7 +41,7 @@ _OF_MATH = {
 
 
 class Growing(Chained):
-    """Writes the statements about values that grow like an exponential function."""
+    """Writes the statements for values that grow like an exponential function."""
 
     def growth_of_math(self, name: str, x: str, y: str, slope: str | None) -> Growth | None:
         """Return the ``Growth`` of y = math.name(x), where ``slope`` is the derivative of x.
@@ -58,9 +58,9 @@ class Growing(Chained):
         return Growth(scale, slope, log)
 
     def relative(self, term: Term) -> str | None:
-        """Write b' / b, where b is a value that grows and b' is its derivative.
+        """Write the statements of b' / b, where b is a value that grows and b' is its derivative.
 
-        ``term`` is the value b. Return the name of the quotient, or None for 0.
+        ``term`` is the value b. Return the name of the quotient, or None if it is 0.
         """
         assert term.growth is not None
         scale, slope, _ = term.growth
@@ -69,7 +69,7 @@ class Growing(Chained):
         return self.chained(slope, self.ratio(scale, term.text, ONE))
 
     def ratio(self, scale: str, text: str, limit: str) -> str:
-        """Write the quotient ``scale / text``, or ``limit`` where ``text`` is infinite.
+        """Write the statements of ``scale / text``, which is ``limit`` where ``text`` is infinite.
 
         Return the name of the result. The arguments are names in the text of the function.
         """
@@ -77,11 +77,11 @@ class Growing(Chained):
         return self.put(f"{limit} if float32(abs({text})) == {INFINITE} else {made}")
 
     def logarithm(self, name: str, y: str, term: Term) -> str:
-        """Write the logarithm of a value that may grow and overflow. Return its name.
+        """Write the statements of the logarithm of a value that may overflow.
 
-        ``name`` is a function of math, such as "log2". ``term`` is the value. y is the name of the
-        logarithm that the function of math computes. If ``term.growth.log`` is known, it replaces y
-        where the value is infinite.
+        Return the name of the logarithm. ``name`` is a function of math, such as "log2". ``term``
+        is the value. y is the name of the logarithm that the function of math computes. If
+        ``term.growth.log`` is known, it replaces y where the value is infinite.
         """
         if term.growth is None or not term.growth.log:
             return y
@@ -91,10 +91,11 @@ class Growing(Chained):
         return self.put(f"{log} if {term.text} == {INFINITE} else {y}")
 
     def logarithm_slope(self, name: str, term: Term) -> str | None:
-        """Write the derivative of a logarithm of a value that grows. Return its name.
+        """Write the statements of the derivative of a logarithm of a value that grows.
 
-        ``name`` is a function of math, such as "log2". ``term`` is the value whose logarithm is
-        computed: the argument of log, log2 or log10, and 1 plus the argument of log1p.
+        Return the name of the derivative. ``name`` is a function of math, such as "log2". ``term``
+        is the value whose logarithm is computed: the argument of log, log2 or log10, and 1 plus the
+        argument of log1p.
         """
         slope, factor = self.relative(term), LOGARITHMS[name]
         return slope if factor == 1.0 else self.times(slope, f"float32({factor!r})")
@@ -133,10 +134,11 @@ class Growing(Chained):
         return Growth(scale, slope, log)
 
     def of_infinities(self, value: str, a: Term, b: Term) -> str:
-        """Write the quotient a / b of two values that grow, and return its name.
+        """Write the statements of the quotient a / b of two values that grow.
 
-        ``value`` is the name of the quotient that division gives. It is NaN where a and b are both
-        infinite. There, the result is computed from the logarithms of a and b.
+        Return the name of the quotient. ``value`` is the name of the quotient that division gives.
+        It is NaN where a and b are both infinite. There, the result is computed from the logarithms
+        of a and b.
         """
         assert a.growth is not None and b.growth is not None
         if not (a.growth.log and b.growth.log):

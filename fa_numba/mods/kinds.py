@@ -55,27 +55,39 @@ class Conversions(Statements):
     """Writes the statements that convert a value to another kind."""
 
     def real(self, term: Term) -> str:
-        """Write the conversion of a value to float32, if needed, and return the name."""
+        """Write the statement that converts a value to float32, if needed.
+
+        Return the name of the result.
+        """
         if term.kind == "float":
             return term.text
         return self.put(term.real or f"float32({self.integer(term)})")
 
     def as_float(self, term: Term) -> Term:
-        """Return the value converted to float32, as a ``Term`` with its slope (derivative)."""
+        """Write the statement that converts a value to float32, if needed.
+
+        Return the result as a ``Term`` with its slope (derivative).
+        """
         return term if term.kind == "float" else Term("float", self.real(term))
 
     def integer(self, term: Term) -> str:
-        """Write the conversion of an integer or a bool to int32, if needed, and return the name."""
+        """Write the statement that converts an integer or a bool to int32, if needed.
+
+        Return the name of the result.
+        """
         return self.put(f"int32({term.text})") if term.kind == "bool" else term.text
 
     def truth(self, term: Term) -> str:
-        """Write the conversion of a value to bool, if needed, and return the name."""
+        """Write the statement that converts a value to bool, if needed.
+
+        Return the name of the result.
+        """
         if term.kind == "bool":
             return term.text
         return self.put(f"{term.text} != {'int32(0)' if term.kind == 'int' else 'float32(0.0)'}")
 
     def same(self, *terms: Term) -> str:
-        """Return the kind to which all of ``terms`` can be converted."""
+        """Return a kind ("int", "float" or "bool") to which all of ``terms`` can be converted."""
         kinds = {term.kind for term in terms}
         if len(kinds) == 1:
             return kinds.pop()
@@ -86,9 +98,10 @@ class Conversions(Statements):
         return "float" if self.same(*terms) == "float" else "int"
 
     def of_kind(self, kind: str, term: Term) -> str:
-        """Write the conversion of a value to ``kind``, if needed, and return the name.
+        """Write the statement that converts a value to ``kind``, if needed.
 
-        ``kind`` is "int", "float" or "bool", as ``same`` returned it.
+        Return the name of the result. ``kind`` is "int", "float" or "bool", as ``same`` returned
+        it.
         """
         if kind == "float":
             return self.real(term)

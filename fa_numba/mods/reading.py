@@ -110,7 +110,7 @@ class Reader(Slopes):
     # --- names, constants and elements -------------------------------------------------------
 
     def visit(self, node: ast.expr) -> Term:
-        """Write an expression and return its value.
+        """Write the statements of an expression, and return the value of the expression.
 
         The method with the name of the node's class does this. Raises ``Refused`` if there is no
         such method.
@@ -258,7 +258,10 @@ class Reader(Slopes):
         return self.product(left, right) if symbol == "*" else self.sum_of(left, right, symbol)
 
     def of_integers(self, a: Term, symbol: str, b: Term) -> Term:
-        """Write an operation with two integers. Return the result. ``symbol`` is the operator."""
+        """Write the statements of an operation with two integers, and return the result.
+
+        ``symbol`` is the operator, such as "+".
+        """
         left, right = self.integer(a), self.integer(b)
         if symbol in _BY_A_PRODUCT and self.is_shared(right):
             inverse = self.divisor(right)
@@ -278,7 +281,10 @@ class Reader(Slopes):
         return Term("int", value, None, of, real, apart)
 
     def raised(self, a: Term, b: Term, node: ast.expr) -> Term:
-        """Write a to the power of b, and return it. ``node`` is the expression in the source."""
+        """Write the statements of a to the power of b, and return the result.
+
+        ``node`` is the expression in the source.
+        """
         exponent = getattr(node, "right", None)
         times = exponent.value if isinstance(exponent, ast.Constant) else None
         if isinstance(times, int) and 1 <= times <= LARGEST_POWER:
@@ -299,8 +305,9 @@ class Reader(Slopes):
         return Term("bool", result)
 
     def chain(self, result: str, left: Term, rest: list[tuple[ast.cmpop, ast.expr]]) -> None:
-        """Write the remaining comparisons ``rest`` of a chain such as ``a < b < c``.
+        """Write the statements of the remaining comparisons of a chain such as ``a < b < c``.
 
+        ``rest`` contains the remaining comparisons: the operator and the right side of each.
         ``result`` is the name of the result so far, and ``left`` is the left side of the next
         comparison. Each comparison is written under the condition that the previous one is true.
         """
@@ -315,7 +322,7 @@ class Reader(Slopes):
     def further(
         self, result: str, conjunction: bool, text: str, outer: list[str], then: Callable[[], None]
     ) -> None:
-        """Write ``result = result and text``, or ``result = result or text``.
+        """Write the statement ``result = result and text``, or ``result = result or text``.
 
         argument      meaning
         result        name of the result so far
@@ -412,7 +419,10 @@ class Reader(Slopes):
         raise Refused(f"a call of {ast.unparse(function)}", function)
 
     def converted(self, name: str, term: Term) -> Term:
-        """Write the call ``name(term)``, where ``name`` is "abs", "int", "float" or "bool"."""
+        """Write the statements of the call ``name(term)``, and return the result.
+
+        ``name`` is "abs", "int", "float" or "bool".
+        """
         if name == "bool":
             return Term("bool", self.truth(term))
         if name == "float":

@@ -106,7 +106,10 @@ class Statements:
         return 0 if self.is_shared(text) else self.names[text].rank
 
     def steady_slope(self, slope: str | None) -> bool:
-        """Return whether a slope (derivative) is finite for every finite score. None means 0."""
+        """Return whether a slope (derivative) is finite for every finite score.
+
+        ``slope`` is the name of the slope. None stands for a slope of 0.
+        """
         return slope is None or self.is_shared(slope) or self.names[slope].steady
 
     # --- shared values -----------------------------------------------------------------------
@@ -132,7 +135,7 @@ class Statements:
         return self.put(f"divisor({text})")
 
     def multiplied(self, a: str, b: str, opened: str = "") -> str:
-        """Write the product of two values and return its name.
+        """Write the statement that multiplies two values, and return the name of the product.
 
         Normally the text of the product is ``a * b``. The product can be faster if one of the
         values, say a, is shared (equal for all scores of a tile), and b is itself a product f * x

@@ -69,9 +69,10 @@ class Slopes(Growing):
         return Term(kind, value, slope)
 
     def sum_of(self, a: Term, b: Term, sign: str) -> Term:
-        """Write a + b for two floats, or a - b if ``sign`` is "-". Return the value with its slope.
+        """Write the statements of a + b for two floats, or of a - b if ``sign`` is "-".
 
-        The slope is the derivative with respect to the score or an element of an array.
+        Return the result as a ``Term`` with its slope: the derivative with respect to the score or
+        an element of an array.
         """
         rank = 1 if self.rank(a.text) + self.rank(b.text) < 2 else 2
         value = self.put(f"{a.text} {sign} {b.text}", rank=rank)
@@ -105,9 +106,10 @@ class Slopes(Growing):
         return Term("float", value, self.plus(above, self.chained(self.relative(b), value), "-"))
 
     def remainder(self, a: Term, b: Term, symbol: str) -> Term:
-        """Write a // b or a % b for two floats. Return the value with its slope (derivative).
+        """Write the statements of a // b or a % b for two floats.
 
-        ``symbol`` is the operator. The slope of a // b is 0.
+        Return the result as a ``Term`` with its slope (derivative). ``symbol`` is the operator. The
+        slope of a // b is 0.
         """
         self.inside = True
         whole = self.put(f"float32(math.floor({a.text} / {b.text}))")
@@ -117,14 +119,20 @@ class Slopes(Growing):
         return Term("float", rest, self.plus(a.slope, self.times(b.slope, whole), "-"))
 
     def repeated(self, a: Term, times: int) -> Term:
-        """Write ``a`` to the power of the integer ``times`` as products. Return the value."""
+        """Write the statements of ``a`` to the power of the integer ``times``, as products.
+
+        Return the result as a ``Term`` with its slope (derivative).
+        """
         found = a if a.kind == "float" else Term("int", self.integer(a))
         for _ in range(times - 1):
             found = self.product(found, a)
         return found
 
     def power(self, a: Term, b: Term) -> Term:
-        """Write a to the power of b. Return the value with its slope. At least one is a float."""
+        """Write the statements of a to the power of b. At least one of them is a float.
+
+        Return the result as a ``Term`` with its slope (derivative).
+        """
         self.inside = True
         left, right = self.real(a), self.real(b)
         value = self.put(f"float32(math.pow({left}, {right}))")
@@ -145,7 +153,10 @@ class Slopes(Growing):
         return Term("float", value, slope, growth=growth)
 
     def of_math(self, name: str, term: Term) -> Term:
-        """Write ``math.name(term)``, for a name in ``OF_MATH``. Return the value with its slope."""
+        """Write the statements of ``math.name(term)``, for a name in ``OF_MATH``.
+
+        Return the result as a ``Term`` with its slope (derivative).
+        """
         x = self.real(term)
         self.inside = self.inside or name.startswith(("log", "sqrt"))
         bounded = name in _BOUNDED and self.rank(x) < 2
@@ -162,9 +173,9 @@ class Slopes(Growing):
         return Term("float", y, by(term.slope, own, finite=bounded), growth=growth)
 
     def extreme(self, name: str, terms: list[Term]) -> Term:
-        """Write the minimum or maximum of several numbers. Return the value with its slope.
+        """Write the statements of the minimum or maximum of several numbers.
 
-        ``name`` is "min" or "max".
+        ``name`` is "min" or "max". Return the result as a ``Term`` with its slope (derivative).
         """
         kind = self.number_kind(*terms)
         first, *rest = (Term(kind, self.of_kind(kind, x), x.slope) for x in terms)
@@ -179,10 +190,10 @@ class Slopes(Growing):
         return first
 
     def choice(self, test: str, sides: list[tuple[list[str], Term]]) -> Term:
-        """Write the conditional expression ``sides[0] if test else sides[1]``.
+        """Write the statements of the conditional expression ``sides[0] if test else sides[1]``.
 
         Each side is a pair: the statements that compute a value, and the value. Return the selected
-        value with its slope (derivative).
+        value as a ``Term`` with its slope (derivative).
         """
         kind = self.same(*(term for _, term in sides))
         self.count += 1

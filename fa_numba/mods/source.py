@@ -51,7 +51,8 @@ class Source:
     def names(self) -> list[str]:
         """The names that the body uses and that are not local variables of the function.
 
-        The order depends on the syntax tree only, and not on the names.
+        The order of the names is their order in the syntax tree. It does not depend on how the
+        names are spelled.
         """
         nodes = (node for statement in self.body for node in ast.walk(statement))
         taken = dict.fromkeys(node.id for node in nodes if isinstance(node, ast.Name))
@@ -65,9 +66,9 @@ class Source:
         return any(isinstance(node, ast.Name) and node.id == name for node in nodes)
 
     def outside(self, function: FunctionType) -> dict[str, Any]:
-        """Return the captured values by name: closure variables, globals and builtins.
+        """Return the values of the names outside of the function that it uses, by name.
 
-        Names without a value are left out.
+        The values are closure variables, globals and builtins. Names without a value are left out.
         """
         cells = dict(zip(self.code.co_freevars, function.__closure__ or (), strict=True))
         found = {}

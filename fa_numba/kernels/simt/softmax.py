@@ -1,8 +1,8 @@
 """Softmax of vectors on CUDA cores: naive, safe and online (arXiv 1805.02867, Algorithms 1 to 3).
 
 One thread block computes the softmax of one vector x of V elements. Each pass reads x from global
-memory, and each thread handles every 256th element. The last pass computes y = e^(x - m) / d. Here m
-is the maximum of x, or 0 in the naive algorithm, and d is the sum of e^(x - m) over all elements.
+memory, and each thread handles every 256th element. The last pass computes y = e^(x - m) / d. Here
+m is the maximum of x, or 0 in the naive algorithm, and d is the sum of e^(x - m) over all elements.
 The algorithms differ in the passes that compute m and d.
 
 Accesses, elements per vector:
