@@ -29,8 +29,8 @@ class GroupThread(NamedTuple):
 class Warp(NamedTuple):
     """The part of a tile that a warp computes in the backward pass on unit ``mma``.
 
-    The part of S begins at row ``row`` and column ``column``. The part of dK and dV begins at row
-    ``column`` and column ``chunk``.
+    The warp's part of S begins at row ``row`` and column ``column``. Its part of dK begins at row
+    ``column`` and column ``chunk``. Its part of dV begins at the same row.
     """
 
     row: Any  # the warp's first row of S

@@ -385,8 +385,8 @@ def make_row_ahead(spec):
     tile i0 and column tile j0.
 
     With a block mask, the result is the word that ``visit_ahead`` returns. ``row_ahead`` reads the
-    lists of the block mask, and kernels call it long before they need the word. Without a block
-    mask, the result is i0, and the functions with an argument ``visit`` ignore it.
+    lists of the block mask, and kernels call it some time before they need the word. Without a
+    block mask, the result is i0, and the functions with an argument ``visit`` ignore it.
 
     ``i_end`` is one past the last row of the pass. If i0 is at or past ``i_end``, there is no
     visit, and the result must not be used.
