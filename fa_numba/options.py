@@ -691,8 +691,8 @@ class Features:
     different:
 
     flag             meaning
-    causal           a causal mask without a window. With a window, the causal mask is the right
-                     side of the window
+    causal           a causal mask without a window. With a window, ``causal`` is False, because
+                     the right side of the window then contains the causal mask
     score_mod, score_mod_grad, mask_mod
                      the caller's function as a ``Mod``, or None
     splits           FA-2's forward pass has key splits
@@ -762,8 +762,9 @@ class Features:
 
     @property
     def right(self) -> bool:
-        """Whether the last column that a row sees depends on the row: with a causal mask or a
-        window.
+        """Whether the last column that a row sees may depend on the row.
+
+        This is the case with a causal mask or a window.
         """
         return self.causal or self.window
 
@@ -896,7 +897,8 @@ def _tuple_class(names: tuple[str, ...]):
 def as_word(name: str, value: Any, bits: int) -> int:
     """Return ``value`` as an unsigned integer of ``bits`` bits.
 
-    TypeError or ValueError is raised for other values; the message calls the value ``name``.
+    Raise TypeError or ValueError for any other value. ``name`` is the name of the value in the
+    message.
     """
     wanted = f"{name} must be an integer from 0 to 2**{bits} - 1, got {value!r}"
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):

@@ -253,7 +253,7 @@ def fa2_backward(
     FlashAttention-2 Algorithm 2. Per head, with the symbols of `fa_numba.io_model`:
 
         kernel       loads                                    stores
-        row sums     O, dO: N_q d each                        D: N_q, dQ = 0: N_q' d
+        row sums     O, dO: N_q d each                        D: N_q, zeros in dQ: N_q' d
         column tiles Q, dO: sum r_i d each                    -
                      L, D: sum r_i each                       -
                      bias: sum r_i c_j                        -

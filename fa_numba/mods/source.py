@@ -66,7 +66,7 @@ class Source:
         return any(isinstance(node, ast.Name) and node.id == name for node in nodes)
 
     def outside(self, function: FunctionType) -> dict[str, Any]:
-        """Return the values of the names outside of the function that it uses, by name.
+        """Map each name that ``function`` uses and does not assign to the value of the name.
 
         The values are closure variables, globals and builtins. Names without a value are left out.
         """
