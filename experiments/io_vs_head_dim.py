@@ -44,15 +44,21 @@ def settings(problem: Problem) -> list[Setting]:
     return found + [scaling.ruled(name, problem, M, f"M={M}") for name in RULED]
 
 
+def backward(problem: Problem) -> list[Setting]:
+    """Return the backward calls of a problem, with the tiles of line 1 for M floats."""
+    return [scaling.ruled(name, problem, M, f"M={M}", "bwd") for name in RULED]
+
+
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
     """Yield accesses, both computed by closed forms and counted on the emulator.
 
-    On a GPU, also yield L2 and DRAM bytes.
+    On a GPU, also yield L2 and DRAM bytes. Backward calls are computed by closed forms only. The
+    experiment `io_vs_sram` counts backward calls.
     """
     head_dims = HEAD_DIMS[: 3 if options.quick else None]
     problems = [one_head(SEQLEN, d) for d in head_dims] + [one_head(N, OF_N) for N in SEQLENS]
     for problem in dict.fromkeys(problems):
-        for setting in settings(problem):
+        for setting in settings(problem) + backward(problem):
             yield from scaling.model(NAME, setting)
 
     few = COUNTED_HEAD_DIMS[: 2 if options.quick else None]
@@ -89,6 +95,7 @@ def _over_d(rows: Sequence[Row], source: str) -> list[Row]:
 
 def draw(rows: Sequence[Row]) -> Any:
     """Draw the accesses over the head dimension. Return None without rows."""
+    rows = [row for row in rows if row.pass_ == "fwd"]
     if not rows:
         return None
     figure, (axes,) = style.new(1, 2, 4.8)
@@ -120,7 +127,9 @@ def draw(rows: Sequence[Row]) -> Any:
     return figure
 
 
-def _fits(rows: Sequence[Row], over: str, series: str) -> list[scaling.Fit | None]:
+def _fits(
+    rows: Sequence[Row], over: str, series: str, pass_: str = "fwd"
+) -> list[scaling.Fit | None]:
     """Return the fitted power laws of one series, in the order of the sources in scaling.FITTED.
 
     `over` is "N" or "d", the size with which the accesses grow. An entry is None if there are too
@@ -128,7 +137,8 @@ def _fits(rows: Sequence[Row], over: str, series: str) -> list[scaling.Fit | Non
     """
     fits = []
     for source in scaling.FITTED:
-        mine = [r for r in rows if (r.series, r.source) == (series, source)]
+        of = (series, source, pass_)
+        mine = [r for r in rows if (r.series, r.source, r.pass_) == of]
         mine = _over_d(mine, source) if over == "d" else [r for r in mine if r.head_dim == OF_N]
         size = attrgetter("head_dim" if over == "d" else "seqlen_q")
         points = scaling.per_score(mine, size).get((series, source), {})
@@ -146,16 +156,18 @@ def _table(rows: Sequence[Row]) -> tables.Table | None:
     if not own:
         return None
     lines = []
-    for over, theorem, shown, mine in (
-        ("N", {"standard-simt": "2"}, (*PLANNED, *RULED), of_n),
-        ("d", {"standard-simt": "0 (N > d)"}, (*PLANNED, *RULED), own),
+    for over, theorem, mine in (
+        ("N", {"standard-simt": "2"}, of_n),
+        ("d", {"standard-simt": "0 (N > d)"}, own),
     ):
-        for series in shown:
-            fits = _fits(mine, over, series)
+        shown = [(series, "fwd") for series in (*PLANNED, *RULED)]
+        for series, pass_ in shown + [(series, "bwd") for series in RULED]:
+            fits = _fits(mine, over, series, pass_)
             if any(fits):
                 said = theorem.get(series, "2")
                 exponents = (str(found or tables.MISSING) for found in fits)
-                lines.append([over, scaling.LABELS[series], said, *exponents])
+                name = scaling.label(series, pass_)
+                lines.append([over, name, said, *exponents])
     header = ["grows with", "algorithm", "exponent in the theorem", *scaling.FITTED.values()]
     caption = (
         "The table of growth exponents contains the exponents a and b of two fits: accesses grow "

@@ -19,8 +19,7 @@ from fa_numba.problem import Problem
 
 from .lab.measure import counts, scaling
 from .lab.measure.scaling import FLOAT, PLANNED, RULE, RULED, STEPS, Setting
-from .lab.measure.series import BACKWARD_LABELS, columns
-from .lab.measure.series import LABELS as SERIES_LABELS
+from .lab.measure.series import columns
 from .lab.measure.workloads import Inputs, fa2_setting, one_head
 from .lab.record import MODEL, Bench, Options, Row
 from .lab.show import scaling_figures, style, tables
@@ -282,11 +281,8 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
             whole = source != "model" and low >= square
             fitted.append(scaling.fit(points, *(() if whole else (low, high))))
         if any(fitted):
-            name = scaling.LABELS.get(series) or LOOKS[series]["label"].partition(", $")[0]
-            if pass_ == "bwd":
-                base = series.removesuffix(RULE)
-                forward = SERIES_LABELS.get(base, name)
-                name = name.replace(forward, BACKWARD_LABELS.get(base, forward)) + ", backward"
+            own = LOOKS.get(series, {}).get("label", "").partition(", $")[0]
+            name = scaling.label(series, pass_, own)
             side = "below d²" if high <= square else "above d²"
             exponents = (str(found or tables.MISSING) for found in fitted)
             lines.append([f"{name}, {side}", theorem, *exponents])

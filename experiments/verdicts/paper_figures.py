@@ -196,7 +196,7 @@ PAIRS: dict[str, Pairs] = {
         )
     },
     "fa1-theorem-2": exponents("fwd"),
-    "fa1-theorem-5": {"M": exponents("bwd")["M"]},
+    "fa1-theorem-5": exponents("bwd"),
     "saha-ye": blocks_over_flash("fwd"),
     "li-liang": blocks_over_flash("bwd"),
 }  # fmt: skip

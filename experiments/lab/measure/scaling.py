@@ -21,8 +21,8 @@ from fa_numba.problem import Problem
 
 from ..record import EMULATOR, MODEL, Bench, Row
 from . import counts, variants
+from .series import BACKWARD_LABELS, algorithm, call, columns, gradients, plan
 from .series import LABELS as SERIES_LABELS
-from .series import algorithm, call, columns, gradients, plan
 from .variants import Variant
 from .workloads import Inputs
 
@@ -350,6 +350,31 @@ def fit(points: Points, low: float = 0, high: float = math.inf) -> Fit | None:
     off = y - slope * x
     error = math.sqrt(off @ off / (len(x) - 2) / (x @ x))
     return Fit(float(slope), error, inside[0][0], inside[-1][0])
+
+
+def label(series: str, pass_: str, name: str = "") -> str:
+    """Return the name of a series in tables.
+
+    Parameters
+    ----------
+    series : str
+        Name of the series.
+    pass_ : str
+        "fwd" or "bwd". A backward pass is named by its grid, because there the loop orders differ.
+    name : str, default ""
+        Name of a series that has no name in LABELS.
+
+    Returns
+    -------
+    str
+        The name.
+    """
+    name = LABELS.get(series, name)
+    if pass_ == "fwd":
+        return name
+    base = series.removesuffix(RULE)
+    forward = SERIES_LABELS.get(base, name)
+    return name.replace(forward, BACKWARD_LABELS.get(base, forward)) + ", backward"
 
 
 def agreement(rows: Sequence[Row]) -> str:
