@@ -137,7 +137,7 @@ def sink_gradients(
     """Return the accesses of the kernels that compute the gradient of `sinks`.
 
     The kernel of the gradient loads L and D of every row, and stores one number per query head. If
-    no earlier kernel has computed D, another kernel runs before. It loads O and dO, and stores D.
+    no earlier kernel has computed D, another kernel runs first. It loads O and dO, and stores D.
 
     Parameters
     ----------

@@ -85,9 +85,9 @@ def fa1(
 
     - A window or `q_lens`, and no block mask: line 2 stores N_q' d elements of O, and N_q' elements
       each of l and m. The sums over j > 0 become sums over all j.
-    - A block mask: line 2 stores only rows of two kinds of row tiles, which are row tiles that are
-      never visited, and row tiles in which `q_lens` ends. Each sum over j > 0 becomes a sum over
-      all visits of a row tile except its first visit.
+    - A block mask: line 2 stores only the rows of row tiles that are never visited, and of row
+      tiles in which `q_lens` ends. Each sum over j > 0 becomes a sum over all visits of a row tile
+      except its first visit.
 
     In 16-bit dtypes O is kept in a float32 array A. The last visit of a row tile rounds it to O:
 
@@ -204,9 +204,10 @@ def fa1_backward(
 
     With `query_splits` above 1, each thread block of a K/V head loads K and V, and adds to dK and
     dV with N_k' d atomic adds each. In 16-bit dtypes these additions go to float32 sums of dK and
-    dV. One more kernel rounds the sums. Per K/V head it loads 2 N_k' d elements and stores 2 N_k' d
-    elements. These loads are counted under the name A and the stores under the name dQ, because
-    these are the names of the kernel's parameters.
+    dV. One more kernel is launched for each of the two sums, to round the sum. Together, the two
+    launches load 2 N_k' d elements and store 2 N_k' d elements per K/V head. The loads are counted
+    under the name A and the stores under the name dQ, because these are the names of the kernel's
+    parameters.
 
     Examples
     --------

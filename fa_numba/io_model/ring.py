@@ -34,7 +34,7 @@ def ring(
     problem: Problem, ranks: int, rank: int = 0, *, travels: str = "kv", passes: str = "fwd",
     q_lens: Sequence[int] | None = None, kv_lens: Sequence[int] | None = None, dlse: bool = False,
 ) -> LinkTraffic:  # fmt: skip
-    """Return the bytes on the link of one rank in a call of `fa_numba.torch.ring_attention`.
+    """Return the bytes that one rank sends and receives in `fa_numba.torch.ring_attention`.
 
     Parameters
     ----------
@@ -71,7 +71,7 @@ def ring(
     Notes
     -----
     The schedule is ring attention (Liu, Zaharia and Abbeel, arXiv 2310.01889, section 3) if K and V
-    travel. If Q travels it is this package's own. Symbols:
+    travel. If Q travels, the schedule is fa_numba's own. Symbols:
 
         e      bytes per element of the inputs
         n_q    elements of a rank's Q: B H_q N_q d; in O and dO, d is the head dimension of V
@@ -267,7 +267,7 @@ def _of_seen(
     passes: str,
     dlse: bool,
 ) -> LinkTraffic:
-    """Return the bytes on the link of one rank in a call with a window or with lengths.
+    """Return the bytes that one rank sends and receives in a call with a window or with lengths.
 
     `seen` is the result of `_seen`. The other arguments are those of `ring`.
     """
