@@ -9,6 +9,7 @@ standard_attention          the algorithm that stores S and P; ``standard_attent
 flash_attention_1           K/V outer (FlashAttention-1); ``flash_attention_1_backward``
 flash_attention_2           Q outer (FlashAttention-2); ``flash_attention_2_backward``
 append_kv                   write to a cache of keys and values in pages
+quantize                    convert an array to 8-bit floats with scales
 merge, merge_backward       combine attention over parts of the keys
 create_block_mask           find the blocks of S that a function masks
 dropout_mask                which elements dropout keeps
@@ -55,6 +56,7 @@ from fa_numba.ops import (
     standard_attention_backward,
 )
 from fa_numba.options import AttentionOptions
+from fa_numba.quantization import quantize
 from fa_numba.tiling import Tiles
 
 __all__ = [
@@ -76,6 +78,7 @@ __all__ = [
     "merge",
     "merge_backward",
     "plan",
+    "quantize",
     "reference",
     "show_config",
     "softmax",

@@ -8,6 +8,7 @@ function              what it returns
 `unfused`             attention step by step in another dtype, with the usual rounding error
 `unfused_backward`    its gradients step by step in another dtype
 `attention_e4m3`      attention in float64 with P rounded to e4m3 tile by tile, as FP8 kernels do
+`rotate`              rows multiplied by random signs and a Hadamard matrix
 `dequantize`          the numbers that an array of e4m3 with scales represents
 `relative_error`      relative error of one array against another
 `worst`               where two arrays differ most
@@ -49,7 +50,8 @@ from numpy.typing import ArrayLike, DTypeLike
 from .algorithms import divide_rows, exp_minus, logsumexp
 from .checks import as_real, check_shape
 from .integers import ceil_div
-from .options import AttentionOptions, documents_options
+from .masks import make_philox
+from .options import AttentionOptions, as_word, documents_options
 from .problem import BlockSizes
 from .scores import Array, Call, Head, add_bias_gradient, checked_call
 
@@ -418,6 +420,56 @@ def unfused(
 
     O, L = _forward(softmax, call, rounded(Q), rounded(K), rounded(V), rounded)
     return (O, L) if return_lse else O
+
+
+def rotate(x: ArrayLike, seed: int) -> Array:
+    """Return the rotated rows of an array in float64, as `fa_numba.quantize` rotates them.
+
+    Parameters
+    ----------
+    x : array_like
+        Real numbers, shape (..., head_dim). head_dim must be a power of two.
+    seed : int
+        Seed of the signs, from 0 to 2**64 - 1.
+
+    Returns
+    -------
+    numpy.ndarray
+        ``(x * signs) @ H / sqrt(head_dim)`` in float64, with the shape of ``x``. The rotation is an
+        orthogonal matrix, so that it leaves products of two rotated rows as they are.
+
+    Raises
+    ------
+    ValueError
+        If head_dim is not a power of two.
+
+    Notes
+    -----
+    H is the Hadamard matrix of Sylvester: entry (i, j) is -1 if ``i & j`` has an odd number of
+    bits, else 1. The sign of column c is -1 if bit c % 32 of the first word of Philox4x32-7 is set,
+    for the counter (c // 32, 0, 0, 0) and the key ``seed``.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> q, k = np.random.default_rng(0).standard_normal((2, 4, 16))
+    >>> bool(np.allclose(rotate(q, 7) @ rotate(k, 7).T, q @ k.T))
+    True
+    """
+    rows = as_real("x", x)
+    d = rows.shape[-1]
+    if d & (d - 1) or d < 1:
+        raise ValueError(f"head_dim of x must be a power of two, got {d}")
+    seed = as_word("seed", seed, 64)
+    column = np.arange(d, dtype=np.uint32)
+    zero, low, high = (np.uint32(n) for n in (0, seed % 2**32, seed >> 32))
+    with np.errstate(over="ignore"):  # the sums of Philox wrap
+        word = make_philox(np.uint32, np.uint64)(column // 32, zero, zero, zero, low, high)[0]
+    signs = np.where(word >> column % 32 & 1, -1.0, 1.0)
+    matrix = np.ones((1, 1))
+    while len(matrix) < d:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    return rows * signs @ matrix / np.sqrt(d)
 
 
 def dequantize(x: ArrayLike, scale: ArrayLike | None = None) -> Array:

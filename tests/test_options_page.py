@@ -216,7 +216,8 @@ def test_every_argument_of_a_function_is_in_the_table_of_functions():
     names = [n for n in fa_numba.__all__ if inspect.isfunction(getattr(fa_numba, n))]
     assert set(names) - {"show_config"} <= set(shown)
     titles = {name for title in sections() for name in title.split(" and ")}
-    more = {"append_kv": sections()["append_kv"], "plan": " ".join(titles)}
+    more = {name: sections()[name] for name in ("append_kv", "quantize")}
+    more["plan"] = " ".join(titles)
     for end in ("", "_backward"):
         chosen = ("flash_attention_1", "flash_attention_2", "standard_attention")
         more[f"attention{end}"] = " ".join(shown[f"{name}{end}"] for name in chosen)

@@ -29,7 +29,7 @@ from fa_numba.tiling import Tiles
 
 LOG2E = math.log2(math.e)
 
-_SEEDS = ("seed_low", "seed_high", "offset")
+SEEDS = ("seed_low", "seed_high", "offset")
 _STARTS = ("cu_seqlens_q", "cu_seqlens_k")
 LENGTHS = ("q_lens", "kv_lens", *_STARTS)
 # Options that are arrays on the call's device, with the names that kernels use. Kernels read them
@@ -208,7 +208,7 @@ class Binding:
     @property
     def seeds(self) -> dict[str, int]:
         """The seed and the offset of dropout as 32-bit words, by the names that kernels use."""
-        return dict(zip(_SEEDS, seed_words(self.seed, self.offset), strict=True))
+        return dict(zip(SEEDS, seed_words(self.seed, self.offset), strict=True))
 
     def values(
         self, problem: Problem, given: Mapping[str, Any], score_unit: float

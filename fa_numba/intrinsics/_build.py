@@ -324,3 +324,19 @@ def halves_of(words):
     The lower half of a word comes first.
     """
     return tuple(half for word in words for half in (word & 0xFFFF, word >> 16))
+
+
+def words_of_bytes(elements):
+    """Return groups of four 8-bit elements as 32-bit words. Emulations call this function.
+
+    The element with the lowest index is in the lowest byte of the word.
+    """
+    return words_of(tuple(a | b << 8 for a, b in zip(elements[::2], elements[1::2], strict=True)))
+
+
+def bytes_of(words):
+    """Return the 8-bit elements of 32-bit words. Emulations call this function.
+
+    The lowest byte of a word comes first.
+    """
+    return tuple(word >> shift & 0xFF for word in words for shift in (0, 8, 16, 24))

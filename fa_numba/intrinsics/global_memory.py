@@ -1,7 +1,7 @@
 """Vector accesses to global memory: neighbouring elements of a row in one instruction.
 
 The array has two axes (in ``lies_in_pairs``: four), and the last axis is contiguous. In a uint16
-array, the elements are the bits of 16-bit floats.
+array, the elements are the bits of 16-bit floats. In a uint8 array, they are the bits of e4m3.
 """
 
 import numpy as np
@@ -19,6 +19,7 @@ from fa_numba.intrinsics._build import (
     INT4,
     WORDS,
     at_global,
+    bytes_of,
     emulated_by,
     global_pointer,
     guarded,
@@ -28,10 +29,12 @@ from fa_numba.intrinsics._build import (
     vector_load,
     vector_store,
     words_of,
+    words_of_bytes,
 )
 
 _FLOATS = {"space": GLOBAL, "element": types.float32}
 _HALVES = {"space": GLOBAL, "element": types.uint16}
+_BYTES = {"space": GLOBAL, "element": types.uint8}
 
 
 @emulated_by(lambda array, row, col: array.load((row, col), 4))
@@ -185,3 +188,33 @@ def write8(typingctx, array, row, col, w0, w1, w2, w3, writes):
         return None
     text = "@p st.global.v4.b32 [$0], {$1, $2, $3, $4};"
     return at_global(text, types.uint16, array, row, col, *words, writes)
+
+
+@emulated_by(lambda array, row, col: words_of_bytes(array.load((row, col), 16)))
+@intrinsic
+def read16(typingctx, array, row, col):
+    """Return the 8-bit elements array[row, col .. col + 15] as four uint32: ``ld.global.v4.u32``.
+
+    Each uint32 contains four elements, the first in the lowest byte. The address must be a multiple
+    of 16 bytes.
+    """
+    return vector_load(array, row, col, **_BYTES, vector=INT4, returns=WORDS)
+
+
+def _write16(array, row, col, w0, w1, w2, w3, writes):
+    emulator.current().under(writes, array.store, (row, col), bytes_of((w0, w1, w2, w3)))
+
+
+@emulated_by(_write16)
+@intrinsic
+def write16(typingctx, array, row, col, w0, w1, w2, w3, writes):
+    """Store sixteen 8-bit elements to array[row, col .. col + 15] if ``writes`` is true.
+
+    The four uint32 contain the elements as ``read16`` returns them. The instruction is
+    ``st.global.v4.b32`` with a predicate instead of a branch.
+    """
+    words = (w0, w1, w2, w3)
+    if any(word != types.uint32 for word in words):
+        return None
+    text = "@p st.global.v4.b32 [$0], {$1, $2, $3, $4};"
+    return at_global(text, types.uint8, array, row, col, *words, writes)

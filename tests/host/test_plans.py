@@ -17,14 +17,14 @@ from fa_numba.choices import units
 from fa_numba.choices.arguments import Untouched
 from fa_numba.choices.requests import Choices, Request
 from fa_numba.device import Kernel, array_type
-from fa_numba.dtypes import DTYPES
+from fa_numba.dtypes import DTYPES, UNSCALED
 from fa_numba.emulator import EmulatorError
 from fa_numba.host import execution, standard
 from fa_numba.host.plans import Launch
 from fa_numba.options import FEATURES, PLAIN, AttentionOptions, Features, argument_of
 from fa_numba.problem import Problem
 
-DTYPE_NAMES = tuple(DTYPES)
+DTYPE_NAMES = UNSCALED
 PACKED = {"cu_seqlens_q": np.array([0, 33, 50]), "cu_seqlens_k": np.array([0, 40, 61])}
 OPTIONS = {
     "plain": {},

@@ -26,7 +26,7 @@ from fa_numba.intrinsics import (
 )
 
 F, U, B = types.float32, types.uint32, types.boolean
-I16 = ir.IntType(16)
+I8, I16 = ir.IntType(8), ir.IntType(16)
 SOURCE, TARGET, PITCH = 4096, 65536, 512  # bytes; a row of a global array
 
 
@@ -39,7 +39,9 @@ ARRAYS = {
     "H": (SOURCE, 2, (PITCH, 2)),
     "T": (SOURCE, 2, (3 * PITCH, PITCH, 2)),
     "G": (SOURCE, 4, (PITCH,)),
+    "Y": (SOURCE, 1, (PITCH, 1)),
 }
+ELEMENTS = {1: (types.uint8, I8), 2: (types.uint16, I16), 4: (types.float32, F32)}
 # Ties of float16 and bfloat16 and their neighbours, what overflows them, subnormals of all three.
 EDGES = [1 + n * 2.0**-11 for n in (1, 3, -1)] + [1 + n * 2.0**-8 for n in (1, 3, 5)]
 EDGES += [65504, 65519, 65520, 3.4e38, 2.0**-24, 2.0**-25, 3 * 2.0**-25, 6e-8, 1e-40, 0.0, 1.0]
@@ -50,7 +52,7 @@ class Memory:
     """An array of the emulation, of all lanes: ``size`` bytes an element, from ``start`` on."""
 
     def __init__(self, memory, start, size, strides):
-        kind = np.float32 if size == 4 else np.uint16
+        kind = {1: np.uint8, 2: np.uint16, 4: np.float32}[size]
         self.flat, self.strides = memory[start:].view(kind), [s // size for s in strides]
 
     def place(self, index):
@@ -140,7 +142,7 @@ def compare(module, name, given, change, monkeypatch):
         x, ty = None, I32
         if letter in ARRAYS:
             start, size, strides = ARRAYS[letter]
-            kind, element = (types.float32, F32) if size == 4 else (types.uint16, I16)
+            kind, element = ELEMENTS[size]
             kinds.append(types.Array(kind, len(strides), "C" if strides == (size,) else "A"))
             values.append(machine.array(start, element, strides))
             operands.append(Memory(memory, start, size, strides))
@@ -234,6 +236,8 @@ CASES = {
     "read2": (global_memory, "Hrc"),
     "write2": (global_memory, "Hrcw"),
     "read8": (global_memory, "Hrc"),
+    "read16": (global_memory, "Yrc"),
+    "write16": (global_memory, "Yrcwwwwb"),
     "add_global": (reduction, "f|Frcx"),
     "add_pair": (reduction, "f|Frcxxb"),
     "add_pair_vector": (reduction, "f|Frcxxb"),
@@ -298,6 +302,7 @@ FAULTS = [
     ("write_pair", "@p", "@!p"),
     ("write8", "setp.ne", "setp.eq"),
     ("write8", "$1, $2", "$2, $1"),
+    ("write16", "$3, $4", "$4, $3"),
     ("add_pair", "+4", "+8"),
     ("add_pair_vector", "@p", "@!p"),
     ("add_four_vector", "$2, $3", "$3, $2"),

@@ -314,8 +314,8 @@ def test_the_public_names():
         ["AttentionOptions", "Plan", "Tiles", "algorithms", "append_kv", "attention",
          "attention_backward", "count_accesses", "create_block_mask", "dropout_mask",
          "flash_attention_1", "flash_attention_1_backward", "flash_attention_2",
-         "flash_attention_2_backward", "io_model", "merge", "merge_backward", "plan", "reference",
-         "show_config", "softmax",
+         "flash_attention_2_backward", "io_model", "merge", "merge_backward", "plan", "quantize",
+         "reference", "show_config", "softmax",
          "standard_attention", "standard_attention_backward"]
     )  # fmt: skip
     for name in fa_numba.__all__:

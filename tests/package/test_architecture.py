@@ -24,7 +24,7 @@ FLOORS = (
     ("kernels",),
     ("choices",),
     ("host",),
-    ("ops", "kv_cache", "bounds"),
+    ("ops", "kv_cache", "quantization", "bounds"),
     ("environment",),
     ("fa_numba",),
     ("ring",),

@@ -26,6 +26,7 @@ SHARED_KERNELS = {
     ("host/append.py", "fa_numba.kernels.simt.append"),
     ("host/blocks.py", "fa_numba.kernels.simt.blocks"),
     ("host/prefix.py", "fa_numba.kernels.simt.append"),
+    ("host/quantizing.py", "fa_numba.kernels.simt.quantize"),
     ("host/softmax.py", "fa_numba.kernels.simt.softmax"),
 }
 

@@ -1,0 +1,162 @@
+"""`fa_numba.quantize` against its definition in float64, on a GPU too; what it refuses."""
+
+import re
+
+import numpy as np
+import pytest
+from helpers import numpy_dtype
+
+import fa_numba
+from fa_numba import device as devices
+from fa_numba import reference
+from fa_numba.device import linking
+from fa_numba.kernels.simt import quantize as kernels
+
+SHAPE = (2, 3, 130, 32)
+HALF_STEP = 2.0**-4  # the largest relative error of a normal e4m3 number
+
+
+def given(device, shape=SHAPE, dtype="float32", seed=0):
+    """Heads of different sizes, as NumPy and as what a call takes."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal(shape) * 2.0 ** rng.integers(-3, 4, (*shape[:2], 1, 1))
+    x = x.astype(numpy_dtype(dtype))
+    return x, devices.to_gpu(x) if device == "gpu" else x
+
+
+def assert_stored(stored, scales, exact, per):
+    """Each number is nearest to x / scale, and the scales are those of the largest numbers."""
+    stored, scales = (
+        x.copy_to_host() if hasattr(x, "copy_to_host") else x for x in (stored, scales)
+    )
+    B, H, N, _ = exact.shape
+    size = np.abs(exact)
+    largest = np.stack([size[:, :, n : n + 128].max((2, 3)) for n in range(0, N, 128)], -1)
+    if per != "block":
+        largest = largest.max(-1)
+    if per == "tensor":
+        largest = np.full_like(largest, largest.max())
+    np.testing.assert_allclose(scales, largest / 448, rtol=2e-6)
+    of_rows = np.repeat(scales.reshape(B, H, -1), 128 if per == "block" else N, axis=2)[:, :, :N]
+    least = 2.0**-6 * of_rows[..., None]  # the smallest normal number
+    error = np.abs(reference.dequantize(stored, scales) - exact)
+    assert (error <= HALF_STEP * np.maximum(size, least) * (1 + 1e-5)).all()
+
+
+@pytest.mark.parametrize("per", ["tensor", "head", "block"])
+def test_numbers_and_scales(device, per):
+    x, argument = given(device)
+    assert_stored(*fa_numba.quantize(argument, per), x.astype(float), per)
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_more_numbers_than_threads(device, together):
+    most = np.random.default_rng(0).random((2, 3, 300)).astype(np.float32)
+    scales = np.zeros((2, 3), np.float32)
+    arrays = (most, scales)
+    with devices.using(device):
+        on_gpu = [devices.to_gpu(x) for x in arrays] if device == "gpu" else arrays
+        given = [devices.argument(x) if device == "gpu" else x for x in on_gpu]
+        grid = (1, 1, 1) if together else (3, 2, 1)
+        devices.launch(kernels.make_scales(together), grid, tuple(given))
+    found = on_gpu[1].copy_to_host() if device == "gpu" else scales
+    np.testing.assert_allclose(found, most.max(None if together else 2) / 448, rtol=1e-6)
+
+
+def test_rotated_rows(device):
+    x, argument = given(device, (1, 2, 5, 64), "float16")
+    stored, scales = fa_numba.quantize(argument, rotate=2**40 + 3)
+    assert_stored(stored, scales, reference.rotate(x, 2**40 + 3), "head")
+
+
+def test_other_strides_layouts_and_dtypes():
+    x, _ = given("emulator", (1, 5, 2, 48), "float16")
+    rows_last = np.ascontiguousarray(x.swapaxes(2, 3)).swapaxes(2, 3)  # no row is contiguous
+    wanted = fa_numba.quantize(x, "block")
+    for found in (
+        fa_numba.quantize(rows_last, "block"),
+        fa_numba.quantize(x.astype(np.float32), "block"),
+    ):
+        assert all(map(np.array_equal, found, wanted))
+    turned, scales = fa_numba.quantize(x.transpose(0, 2, 1, 3), "block", layout="bnhd")
+    assert np.array_equal(turned.transpose(0, 2, 1, 3), wanted[0])
+    assert np.array_equal(scales, wanted[1])
+
+
+def test_zeros_nan_and_infinity():
+    x = np.zeros((1, 3, 2, 16), np.float32)
+    x[0, 1, 0, :2], x[0, 2, 1, :2] = (np.nan, -7.0), (np.inf, 1.0)
+    stored, scales = fa_numba.quantize(x)
+    assert scales[0, 0] == 1.0 and not stored[0, 0].any()
+    found = stored[0, 1, 0, :3].astype(float)
+    assert np.isnan(found[0]) and found[1:].tolist() == [-448.0, 0.0]
+    assert scales[0, 1] == pytest.approx(7 / 448)
+    with np.errstate(invalid="ignore"):
+        assert np.isnan(reference.dequantize(stored, scales)[0, 2]).all()
+
+
+def test_rotations_of_q_and_k_cancel():
+    """Products of rows are those of the rows as they were, up to the error of e4m3."""
+    (q, _), (k, _) = given("emulator", (1, 1, 4, 64)), given("emulator", (1, 1, 6, 64), seed=1)
+    made = [reference.dequantize(*fa_numba.quantize(x, rotate=3))[0, 0] for x in (q, k)]
+    assert reference.relative_error(made[0] @ made[1].T, q[0, 0] @ k[0, 0].T) < 0.1
+
+
+def test_accesses_are_those_of_the_docstring():
+    x, _ = given("emulator")
+    elements = x.size
+    for per, reads in (("block", 1), ("head", 2)):
+        with fa_numba.count_accesses() as counts:
+            fa_numba.quantize(x, per)
+        assert counts.loads["X"] == reads * elements and counts.stores["Y"] == elements
+        assert counts.stores["scales"] == 2 * 3 * (2 if per == "block" else 1)
+
+
+@pytest.mark.parametrize(
+    "x, how, error, says",
+    [
+        (np.zeros((1, 1, 4, 16)), {}, TypeError, "x must be float32, float16 or bfloat16, got flo"),
+        (np.zeros((4, 16), np.float32), {}, ValueError, "x must have 4 axes"),
+        (
+            np.zeros((1, 1, 4, 24), np.float32),
+            {},
+            ValueError,
+            "head_dim of x must be a multiple of 16 and at most 256, so that rows of e4m3 start at "
+            "multiples of 16 bytes, got 24; append columns of zeros",
+        ),
+        (
+            np.zeros((1, 1, 4, 48), np.float32),
+            {"rotate": 1},
+            ValueError,
+            "head_dim of x must be a power of two with rotate, got 48",
+        ),
+        (
+            np.zeros((1, 1, 4, 16), np.float32),
+            {"rotate": -1},
+            ValueError,
+            "rotate must be an integer from 0 to 2**64 - 1, got -1",
+        ),
+        (
+            np.zeros((1, 1, 4, 16), np.float32),
+            {"per": "row"},
+            ValueError,
+            "per must be 'tensor', 'head' or 'block', got 'row'",
+        ),
+    ],
+)
+def test_what_is_refused(x, how, error, says):
+    with pytest.raises(error, match=re.escape(says)):
+        fa_numba.quantize(x, **how)
+
+
+def test_older_gpus_are_refused(monkeypatch):
+    monkeypatch.setattr(devices, "compute_capability", lambda: (8, 0))
+    with pytest.raises(ValueError, match="compute capability 8.9 or newer, .* got 8.0"):
+        fa_numba.quantize(np.zeros((1, 1, 4, 16), np.float32))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [kernels.make_quantize_blocks, kernels.make_quantize_heads])
+def test_the_kernels_compile_without_spills(make):
+    ptx, _, log = linking.ptx_and_cubin(make(128, "float16", True, True), (9, 0))
+    assert ".local" not in ptx and ".f64" not in ptx and "0 bytes spill stores" in log
