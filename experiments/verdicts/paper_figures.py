@@ -4,13 +4,13 @@ import re
 from functools import partial
 from typing import Any
 
-from experiments import io_vs_head_dim, io_vs_sram, numerics, runtime_memory
+from experiments import fa4_softmax, io_vs_head_dim, io_vs_sram, numerics, runtime_memory
 from experiments.beside import unfused_steps
 from experiments.lab.record import Row
 
 from .evidence import Quantity, paper, rows
 from .questions import Pair, Pairs, declared, table
-from .rule import Bounds
+from .rule import MOST, Bounds
 
 TIMES: dict[str, Any] = {"metric": "time", "source": "measured"}
 
@@ -345,5 +345,37 @@ PAIRS |= {
         softmax_over_online("softmax-safe").most().most(),
         paper(paper="online-softmax", item="abstract"))},
 }  # fmt: skip
+
+
+def rescalings(series: str) -> Quantity:
+    """Return how often warps rescale O, by the standard deviation of the scores and by N."""
+    return rows(fa4_softmax.NAME, fa4_softmax.deviation, "seqlen_k", series=series,
+                metric="rescalings")  # fmt: skip
+
+
+def share_of(metric: str) -> Quantity:
+    """Return the share of results for which FA-4's polynomial is exact in bf16.
+
+    With the metric "identical", exact results equal the rounded exact result. With "within_one",
+    they differ by at most one unit in the last place.
+    """
+    series = f"exp2-degree-{fa4_softmax.FA4_DEGREE}"
+    return rows(fa4_softmax.NAME, series=series, metric=metric)
+
+
+KEPT = rescalings("rescale-threshold") / rescalings("rescale-always")
+NEARLY_ALL, TENTH = Bounds(MOST, 1), Bounds(0, 0.1)
+PAIRS |= {
+    "fa4-exp2": {
+        "share of equal results": (share_of("identical"), NEARLY_ALL),
+        "share of results at most one unit off": (share_of("within_one"), NEARLY_ALL),
+    },
+    "fa4-rescale, small scores": {
+        "rescalings with / without the threshold": (KEPT.where(lambda size, N: size <= 2), TENTH)
+    },
+    "fa4-rescale, large scores": {
+        "rescalings with / without the threshold": (KEPT.where(lambda size, N: size > 2), TENTH)
+    },
+}
 QUESTIONS = declared(PAIRS, {}, CONTROL)
 TABLE = table(QUESTIONS, "figure or table", "published figures")
