@@ -64,7 +64,7 @@ def test_the_tables_and_the_figure_show_the_recording(monkeypatch):
     assert lines[0].startswith("| 1 | 1024 | ") and lines[0].endswith(" | 0.0% | 100.0% |")
     assert len(fa4_softmax.polynomials(rows).body.splitlines()) == 2 + len(fa4_softmax.DEGREES)
     figure = fa4_softmax.draw(rows)
-    assert len(figure.axes[1].lines) == 2 * len(fa4_softmax.DEVIATIONS)
+    assert len(figure.axes[1].lines) == 1 + len(fa4_softmax.DEVIATIONS)
     assert fa4_softmax.draw([]) is fa4_softmax.table([]) is fa4_softmax.polynomials([]) is None
     monkeypatch.setattr(fa4_softmax, "DEGREES", (2,))
     monkeypatch.setattr(fa4_softmax, "DEVIATIONS", (2,))
