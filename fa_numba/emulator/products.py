@@ -29,6 +29,7 @@ STEP = 16  # elements of 16 bits of the summed dimension in one instruction
 ITEM = 2  # bytes of an element
 PANEL = ROW_BYTES // ITEM  # columns of a panel
 GROUP_BYTES = 8 * ROW_BYTES  # bytes of eight rows of a panel
+FRACTION_BITS = 23  # of a float32
 REGISTERS = 1 << 16  # registers of a multiprocessor
 MOST_REGISTERS = 255  # registers of a thread
 
@@ -83,8 +84,11 @@ def _summed_in_few_bits(
     A: (rows, k), B: (columns, k) and C: (rows, columns) are float32. Each of the `steps`
     instructions adds k / `steps` products and C. Let E be the largest exponent of the addends,
     where a product's exponent is the sum of the exponents of its factors. Each addend is first
-    rounded towards 0 to a multiple of 2^(E - bits). The sum of the rounded addends is exact.
+    rounded towards 0 to a multiple of 2^(E - bits). The sum of the rounded addends is exact. It is
+    then rounded towards 0 to `bits` fraction bits. With 13 bits and 32 products, this gave all of
+    1.3 million sums that an H200 computed, bit for bit: chosen addends and random ones.
     """
+    kept = np.uint32(-1 << FRACTION_BITS - bits & 0xFFFFFFFF)
     terms = A.shape[1] // steps
     left, right = np.ascontiguousarray(A.T), np.ascontiguousarray(B.T)
     of_left, of_right = _exponents(left), _exponents(right)
@@ -101,7 +105,12 @@ def _summed_in_few_bits(
                 np.multiply(left[k][:, None], right[k], out=made)
                 made *= units
                 total += np.trunc(made, out=made)
-            C = total / units
+            total /= units
+            infinite = np.isinf(C)
+            if infinite.any():
+                rows = slice(first, first + terms)
+                total = np.where(infinite, C + left[rows].T @ right[rows], total)
+            C = (total.view(np.uint32) & kept).view(np.float32)
     return C
 
 

@@ -2,6 +2,9 @@
 values are `test_ptx_warpgroup`'s.
 """
 
+import csv
+from pathlib import Path
+
 import numpy as np
 import pytest
 from test_mbarriers import BARRIERS, begin, caught, launch
@@ -20,8 +23,10 @@ from fa_numba.emulator import (
     SharedHazard,
     UninitialisedRead,
 )
+from fa_numba.emulator.products import _summed_in_few_bits
 from fa_numba.intrinsics.barriers import sync_named
 from fa_numba.intrinsics.bulk_copy import fence_async_proxy, load_box
+from fa_numba.intrinsics.float8 import NUMBERS_E4M3
 from fa_numba.intrinsics.matrix import CONVERSIONS
 from fa_numba.intrinsics.mbarrier import arrive_mbarrier, expect_bytes, mbarrier_tile, wait_mbarrier
 from fa_numba.intrinsics.shared import half_tile
@@ -188,6 +193,19 @@ def test_e4m3_operands_are_not_transposed():
     arrays = np.zeros(4096, np.uint16), np.zeros(1024, np.uint16), np.zeros((4, 128), np.uint32)
     with pytest.raises(ValueError, match="across_a and across_b must be 0 for e4m3, got 1"):
         launch(kernel, 128, *arrays, np.zeros((4, 128), np.float32))
+
+
+def test_sums_of_e4m3_are_those_of_an_h200():
+    """Addends of one instruction and what the GPU made of them, bit for bit."""
+    path = Path(__file__).resolve().parents[1] / "data/e4m3_sums.csv"
+    with path.open(newline="") as file:
+        rows = [[bytes.fromhex(row[name]) for name in "abcd"] for row in csv.DictReader(file)]
+    a, b, c, d = (np.frombuffer(b"".join(x), np.uint8) for x in zip(*rows, strict=True))
+    A, B = (NUMBERS_E4M3[x.reshape(-1, 32)] for x in (a, b))
+    C, D = (x.view("<f4") for x in (c, d))
+    each = zip(C[:, None, None], A[:, None], B[:, None], strict=True)
+    made = [_summed_in_few_bits(*x, 1, 13) for x in each]
+    assert np.array_equal(np.ravel(made), D, equal_nan=True)
 
 
 def test_sums_of_e4m3_keep_13_bits():
