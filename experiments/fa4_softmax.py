@@ -207,7 +207,7 @@ def draw(rows: Sequence[Row]) -> Any:
     style.log(left.yaxis)
     left.set(xlabel="degree of the polynomial", ylabel="largest relative error of exp2")
     # Larger scores have their maxima in the same tiles: without a threshold, all lines are equal.
-    lines = [(SERIES_OF_ALL, DEVIATIONS[0], "#777777", "no threshold, all deviations")]
+    lines = [(SERIES_OF_ALL, DEVIATIONS[0], "#222222", "no threshold, all deviations")]
     lines += [
         ("rescale-threshold", size, color, f"threshold 8, scores of deviation {size}")
         for size, color in zip(DEVIATIONS, COLOURS, strict=True)
