@@ -219,7 +219,7 @@ def draw(rows: Sequence[Row]) -> Any:
     style.sizes(right, sorted({N for each in found.values() for _, N in each}), "keys N")
     right.set(ylabel="visits that rescale O (%)", ylim=(0, None))
     left.legend(fontsize=9)
-    message = "Degree 3 is exact enough for bf16, and small scores need no rescaling"
+    message = "Degree 3 is exact enough for bf16; small scores need no rescaling"
     style.legend(figure, right.get_legend_handles_labels()[0], message, 3)
     return figure
 
