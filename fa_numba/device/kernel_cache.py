@@ -176,16 +176,18 @@ def _function(function: FunctionType, seen: dict[FunctionType, str]) -> str:
             f"the globals of {function} are not known"
         )  # its globals are not in the package's sources
     if function not in seen:
-        taken, free = _attributes_taken(function.__code__), function.__code__.co_freevars
+        code, free = function.__code__, function.__code__.co_freevars
         cells = [cell.cell_contents for cell in function.__closure__ or ()]
         values = [
-            _attributes(value, taken[name], seen) if _is_namespace(value) else _value(value, seen)
+            _attributes(value, _attributes_taken(code)[name], seen)
+            if _is_namespace(value)
+            else _value(value, seen)
             for name, value in zip(free, cells, strict=True)
         ]
         named = tuple((function.__kwdefaults__ or {}).items())
         outside = (function.__defaults__, named), *_globals(function)
         values += [_value(value, seen) for value in outside]
-        text = repr((function.__qualname__, _code(function.__code__), values))
+        text = repr((function.__qualname__, _code(code), values))
         seen[function] = hashlib.sha256(text.encode()).hexdigest()
     return seen[function]
 
@@ -214,6 +216,7 @@ def _code(code: CodeType) -> tuple:
     return code.co_code, consts, code.co_names
 
 
+@functools.cache
 def _attributes_taken(code: CodeType) -> dict[str, set[str]]:
     """Return the attributes that a function reads from each variable that it closes over.
 

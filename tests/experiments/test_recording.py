@@ -35,6 +35,7 @@ from experiments.lab.run import origin, runner
 from experiments.lab.show import report
 from fa_numba import device
 from fa_numba.choices.requests import Choices, Request
+from fa_numba.host.ahead import Ahead
 from fa_numba.host.planning import planned
 from fa_numba.kernels.simt import softmax
 
@@ -479,6 +480,7 @@ def test_a_new_card_is_recorded_and_drawn(card, capability, lacks, monkeypatch, 
     drawn = registry.load(name)
     module = SimpleNamespace(NEEDS=("GPU",), measure=measure, draw=drawn.draw)
     monkeypatch.setattr(runner, "load", lambda name: module)
+    monkeypatch.setattr(runner, "compile_ahead", lambda plans: Ahead(0, 0))
 
     def run():
         running = runner.Runner(Options(out=tmp_path), ["all"], Console(file=io.StringIO()))
