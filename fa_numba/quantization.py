@@ -62,8 +62,8 @@ def quantize(
     Notes
     -----
     The scale is the largest absolute number divided by 448, the largest number of e4m3. If the
-    largest number is below 2^-100, the scale is 1. NaN is ignored for the scale and stored as NaN.
-    If a number is infinite, all numbers of that scale become NaN.
+    largest number is below 2^-100, the scale is 1. Infinity and NaN are ignored for the scale, and
+    are stored as NaN. With ``rotate``, they make their complete row NaN.
 
     With ``rotate``, each row is multiplied by random signs and by a Hadamard matrix, divided by the
     square root of head_dim ("incoherent processing" in the paper of FlashAttention-3).

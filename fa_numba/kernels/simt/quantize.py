@@ -5,6 +5,8 @@ largest number of the format:
 
     scale = max |x| / 448, or 1 if max |x| is below 2^-100
 
+Infinity and NaN are ignored for the scale, and stored as NaN.
+
 ``make_quantize_blocks`` returns the kernel with one scale for each 128 rows. It reads X once, keeps
 its rows in registers, and stores them. The kernels with one scale for a head, or for the array, are
 three launches: the largest number of each 128 rows, then the scales, then the stored numbers.
@@ -49,6 +51,7 @@ _APART = ROWS // _EACH  # the rows of a thread are this number of rows apart
 _SIZE = _EACH * COLUMNS
 _WORDS = _SIZE // 4
 _REDUCING = 256  # threads of the kernel that computes the scales
+INF, NAN = float32(math.inf), float32(math.nan)
 SMALLEST = 2.0**-100  # of max |x|, below which the scale is 1
 _philox = device_function(make_philox(uint32, uint64))
 
@@ -70,6 +73,13 @@ def scale_of(largest):
     if largest >= float32(SMALLEST):
         scale = float32(largest * float32(1.0 / LARGEST))
     return scale
+
+
+@device_function
+def scaled(x, factor):
+    """Return x * factor, or NaN if x is infinite, because e4m3 has no infinity."""
+    y = float32(x * factor)
+    return y if maximum(y, -y) < INF else NAN
 
 
 @cache
@@ -275,10 +285,11 @@ def _make_chunk(dtype, aligned):
 
 @device_function
 def _largest(rx):
-    """Return the largest absolute value of the registers. NaN is ignored."""
+    """Return the largest absolute value of the registers. Infinity and NaN are ignored."""
     largest = float32(0.0)
     for e in range(_SIZE):
-        largest = maximum(largest, maximum(rx[e], -rx[e]))
+        size = maximum(rx[e], -rx[e])
+        largest = maximum(largest, size if size < INF else float32(0.0))
     return largest
 
 
@@ -307,8 +318,9 @@ def _store(rx, Y, block, scale, head_dim, row_lanes):
     factor = float32(ONE / scale)
     words = cuda.local.array(_WORDS, uint32)
     for n in range(_WORDS):
-        a, b = float32(rx[4 * n] * factor), float32(rx[4 * n + 1] * factor)
-        c, d = float32(rx[4 * n + 2] * factor), float32(rx[4 * n + 3] * factor)
+        e = 4 * n
+        a, b = scaled(rx[e], factor), scaled(rx[e + 1], factor)
+        c, d = scaled(rx[e + 2], factor), scaled(rx[e + 3], factor)
         words[n] = pack_e4m3(a, b, c, d)
     for r in range(_EACH):
         row, w = uint32(row0 + r * _APART), 4 * r
