@@ -48,7 +48,7 @@ ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 
 def numpy_dtype(name):
-    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+    return np.dtype(getattr(ml_dtypes, name) if name in ("bfloat16", "float8_e4m3fn") else name)
 
 
 def in_halves(x):

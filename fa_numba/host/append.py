@@ -6,13 +6,17 @@ from typing import Any
 
 import numpy as np
 
-from fa_numba import checks
+from fa_numba import checks, device
 from fa_numba.checks import LAYOUTS
-from fa_numba.dtypes import DTYPES
+from fa_numba.dtypes import DTYPES, E4M3, UNSCALED
 from fa_numba.host import launch_cache, placement
 from fa_numba.host.arrays import (
+    HOST,
     INTEGERS,
+    SUMS,
+    Operand,
     all_aligned,
+    check_device,
     check_shape,
     check_together,
     check_written,
@@ -23,25 +27,32 @@ from fa_numba.host.arrays import (
 from fa_numba.host.binding import paging, sent
 from fa_numba.host.execution import execute, heads_first
 from fa_numba.host.plans import Launch, LaunchPlan
+from fa_numba.host.quantizing import FIRST_CAPABILITY
 from fa_numba.kernels.simt.append import blocks, make_append
+from fa_numba.kernels.simt.append_e4m3 import COLUMNS, make_append_e4m3, pages_touched
 from fa_numba.options import UNIFORM
 from fa_numba.problem import MAX_SEQLEN
 
 NAMES = ("k_pages", "v_pages", "k_new", "v_new")
+SCALES = ("k_scale", "v_scale")
 _INTEGERS = ("block_table", "kv_lens", "new_lens")
 
 
 def append(
-    pages: tuple[Any, Any], new: tuple[Any, Any], options: dict[str, Any], stream: Any
+    pages: tuple[Any, Any],
+    new: tuple[Any, Any],
+    scales: tuple[Any, Any],
+    options: dict[str, Any],
+    stream: Any,
 ) -> None:
     """Write new keys and values to the pages of a K/V cache.
 
-    ``pages`` is (k_pages, v_pages) and ``new`` is (k_new, v_new). ``options`` contains the other
-    arguments of ``fa_numba.append_kv`` by name.
+    ``pages`` is (k_pages, v_pages), ``new`` is (k_new, v_new), and ``scales`` is (k_scale,
+    v_scale). ``options`` contains the other arguments of ``fa_numba.append_kv`` by name.
     """
-    call = launch_cache.describe_call("append", (*pages, *new), options)
+    call = launch_cache.describe_call("append", (*pages, *new, *scales), options)
     if launch_cache.replay(call, None, stream) is None:
-        _first_append((*pages, *new), options, stream, call)
+        _first_append((*pages, *new), scales, options, stream, call)
 
 
 def plan_of_append(dtype: str, sizes: tuple[int, ...], page_size: int, aligned: bool, ragged: bool):
@@ -61,6 +72,23 @@ def plan_of_append(dtype: str, sizes: tuple[int, ...], page_size: int, aligned: 
     return LaunchPlan(launches=(launch,), updated=NAMES[:2], uncounted=uncounted)
 
 
+def plan_of_append_e4m3(
+    dtype: str, sizes: tuple[int, ...], page_size: int, aligned: bool, ragged: bool
+):
+    """Return the plan that appends up to N rows of ``dtype`` to e4m3 pages of each of B sequences.
+
+    ``plan_of_append`` explains the arguments.
+    """
+    batch, heads, N, *columns = sizes
+    kernel = make_append_e4m3(*columns, dtype, page_size, aligned, ragged)
+    bound = dict(zip(("K", "V", "newK", "newV"), NAMES, strict=True))
+    if not ragged:
+        bound["new_lens"] = "kv_lens"
+    launch = Launch.of(kernel, (pages_touched(N, page_size), heads, batch), **bound)
+    uncounted = (*UNIFORM, "new_lens", "block_table")
+    return LaunchPlan(launches=(launch,), updated=(*NAMES[:2], *SCALES), uncounted=uncounted)
+
+
 def check_rows(new: int, most: int) -> None:
     """Raise ValueError if there are too many rows for kernels, which count rows in 32 bits.
 
@@ -73,9 +101,14 @@ def check_rows(new: int, most: int) -> None:
             raise ValueError(f"{what} must have at most {MAX_SEQLEN} rows, got {rows}")
 
 
-def _first_append(given: tuple, options: dict[str, Any], stream: Any, call: Any) -> None:
-    inputs = [operand(*x) for x in zip(NAMES, given, strict=True)]
+def _first_append(
+    given: tuple, scales: tuple[Any, Any], options: dict[str, Any], stream: Any, call: Any
+) -> None:
+    stored = (*UNSCALED, E4M3.name)
+    kinds = stored, stored, UNSCALED, UNSCALED
+    inputs = [operand(*x) for x in zip(NAMES, given, kinds, strict=True)]
     k_pages, v_pages, k_new, v_new = inputs
+    quantises = k_pages.dtype == E4M3.name
     axes = LAYOUTS[checks.as_layout(options["layout"])]
     heads, rows = axes.index("heads"), axes.index("seqlen")
     sizes, new = (checks.as_sizes(x.name, x.shape, axes) for x in (k_pages, k_new))
@@ -115,16 +148,22 @@ def _first_append(given: tuple, options: dict[str, Any], stream: Any, call: Any)
     for name in ("kv_lens", "new_lens"):
         if name in arrays:
             checks.check_shape(name, arrays[name].shape, (batch,), of=checks.PER_ENTRY)
-    check_together(inputs, list(arrays.values()))
+    if quantises:
+        check_together([k_pages, v_pages], [k_new, v_new, *arrays.values()])
+        check_together([k_new, v_new])
+    else:
+        check_together(inputs, list(arrays.values()))
+    scaled = _scales(scales, inputs, heads)
     if checked is not None and host_counts is not None:
         begin = checks.table_lengths(checked[1], shape, page_size)
         checks.check_appended(checked[0], begin, host_counts, sizes[0], page_size)
 
     with placement.placed(k_pages):
-        aligned = all(n % DTYPES[k_pages.dtype].chunk == 0 for n in (d, d_v))
-        aligned = aligned and all_aligned(inputs, k_pages)
+        aligned = all(n % DTYPES[k_new.dtype].chunk == 0 for n in (d, d_v))
+        aligned = aligned and all_aligned(inputs[2:] if quantises else inputs, k_pages)
         of_new = (batch, new[heads], N, d, d_v)
-        plan = plan_of_append(k_pages.dtype, of_new, page_size, aligned, counts is not None)
+        make = plan_of_append_e4m3 if quantises else plan_of_append
+        plan = make(k_new.dtype, of_new, page_size, aligned, counts is not None)
         placement.check_grid(plan, "k_new")
         values = dict(zip(_INTEGERS, (paged.table, lens, host_counts), strict=True))
 
@@ -135,4 +174,46 @@ def _first_append(given: tuple, options: dict[str, Any], stream: Any, call: Any)
                     found[name] = sent(np.asarray(value, np.int32))
             execute(plan, found, stream)
 
-        launch_cache.run_and_keep(plan, {x.name: x for x in inputs} | arrays, stream, call, run)
+        named = {x.name: x for x in (*inputs, *scaled)} | arrays
+        launch_cache.run_and_keep(plan, named, stream, call, run)
+
+
+def _scales(given: tuple[Any, Any], inputs: list[Operand], heads: int) -> list[Operand]:
+    """Return the operands of ``k_scale`` and ``v_scale``, or [] for pages without scales.
+
+    ``inputs`` are the operands of the pages and of the new rows. ``heads`` is the number of the
+    axis of heads. Raises ValueError or TypeError unless e4m3 pages have scales that fit, and other
+    pages have none.
+    """
+    pages = inputs[:2]
+    if pages[0].dtype != E4M3.name:
+        for name, scale in zip(SCALES, given, strict=True):
+            if scale is not None:
+                raise ValueError(
+                    f"{name} must be None unless the pages are {E4M3.name}, got scales with pages "
+                    f"of {pages[0].dtype}"
+                )
+        return []
+    found: list[Operand] = []
+    for name, scale, x in zip(SCALES, given, pages, strict=True):
+        shape = x.shape[0], x.shape[heads]
+        if scale is None:
+            raise TypeError(
+                f"{name} must be a float32 array of shape {shape}, (pages, heads), for pages of "
+                f"{E4M3.name}, got None"
+            )
+        found.append(operand(name, scale, SUMS))
+        check_shape(found[-1], shape)
+        check_device(pages[0], found[-1])
+        check_written(found[-1], [*inputs, *found[:-1]])
+        if x.shape[-1] % COLUMNS or not (x.aligned or device.on_gpu() and x.ordinal == HOST):
+            raise ValueError(
+                f"{x.name} must have rows that start at multiples of 16 bytes (head_dim a multiple "
+                f"of {COLUMNS}), got shape {x.shape} and strides {x.strides} bytes"
+            )
+    if device.compute_capability() < FIRST_CAPABILITY:
+        raise ValueError(
+            f"pages of {E4M3.name} need a GPU of compute capability 8.9 or newer, got "
+            f"{'.'.join(map(str, device.compute_capability()))}"
+        )
+    return found

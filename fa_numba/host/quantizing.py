@@ -27,7 +27,7 @@ from fa_numba.options import as_word
 from fa_numba.problem import MAX_HEAD_DIM, MAX_SEQLEN
 
 PER = ("tensor", "head", "block")
-_CAPABILITY = (8, 9)  # of the first GPUs with conversions to e4m3
+FIRST_CAPABILITY = (8, 9)  # of the first GPUs with conversions to e4m3
 
 
 def quantize(x: Any, per: str, rotate: int | None, layout: Any, stream: Any) -> tuple[Any, Any]:
@@ -95,7 +95,7 @@ def _first_quantize(x: Any, per: str, rotate: Any, layout: Any, stream: Any, cal
             f"head_dim of x must be a power of two with rotate, got {d}; append columns of zeros "
             "to q and k, and pass the scale of the original head_dim to the attention call"
         )
-    if device.compute_capability() < _CAPABILITY:
+    if device.compute_capability() < FIRST_CAPABILITY:
         raise ValueError(
             "quantize must run on a GPU of compute capability 8.9 or newer, which converts to "
             f"e4m3, got {'.'.join(map(str, device.compute_capability()))}"

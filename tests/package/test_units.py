@@ -24,6 +24,7 @@ CLASSES_OF_INSTRUCTIONS = {("emulator/products.py", "wgmma")}
 # Kernels that calls of every unit launch, and that compute on CUDA cores.
 SHARED_KERNELS = {
     ("host/append.py", "fa_numba.kernels.simt.append"),
+    ("host/append.py", "fa_numba.kernels.simt.append_e4m3"),
     ("host/blocks.py", "fa_numba.kernels.simt.blocks"),
     ("host/prefix.py", "fa_numba.kernels.simt.append"),
     ("host/quantizing.py", "fa_numba.kernels.simt.quantize"),

@@ -97,12 +97,12 @@ def make_quantize_blocks(head_dim, dtype, aligned, rotated):
         rx = cuda.local.array(_SIZE, float32)
         b, h, block = uint32(cuda.blockIdx.z), uint32(cuda.blockIdx.y), uint32(cuda.blockIdx.x)
         load(rx, X[b, h], block, seed_low, seed_high)
-        scale = scale_of(_max_of_block(_largest(rx), s, WARPS))
+        scale = scale_of(max_of_block(_largest(rx), s, WARPS))
         if cuda.threadIdx.x == 0:
             scales[b, h, block] = scale
         _store(rx, Y[b, h], block, scale, head_dim, WARPS)
 
-    arrays = _matrix(dtype), array_type(4, types.uint8), array_type(3)
+    arrays = float_matrix(dtype), array_type(4, types.uint8), array_type(3)
     return _kernel(quantize_blocks, arrays, head_dim)
 
 
@@ -120,11 +120,11 @@ def make_largest(head_dim, dtype, aligned, rotated):
         rx = cuda.local.array(_SIZE, float32)
         b, h, block = uint32(cuda.blockIdx.z), uint32(cuda.blockIdx.y), uint32(cuda.blockIdx.x)
         load(rx, X[b, h], block, seed_low, seed_high)
-        largest = _max_of_block(_largest(rx), s, WARPS)
+        largest = max_of_block(_largest(rx), s, WARPS)
         if cuda.threadIdx.x == 0:
             most[b, h, block] = largest
 
-    return _kernel(largest_of_blocks, (_matrix(dtype), array_type(3)), head_dim)
+    return _kernel(largest_of_blocks, (float_matrix(dtype), array_type(3)), head_dim)
 
 
 @cache
@@ -155,7 +155,7 @@ def make_scales(together):
             while at < blocks:
                 largest = maximum(largest, most[b, h, at])
                 at = uint32(at + _REDUCING)
-        scale = scale_of(_max_of_block(largest, s, WARPS))
+        scale = scale_of(max_of_block(largest, s, WARPS))
         if together:
             at = thread
             while at < uint32(uint32(scales.shape[0]) * heads):
@@ -181,7 +181,7 @@ def make_quantize_heads(head_dim, dtype, aligned, rotated):
         load(rx, X[b, h], block, seed_low, seed_high)
         _store(rx, Y[b, h], block, scales[b, h], head_dim, WARPS)
 
-    arrays = _matrix(dtype), array_type(4, types.uint8), array_type(2)
+    arrays = float_matrix(dtype), array_type(4, types.uint8), array_type(2)
     return _kernel(quantize_heads, arrays, head_dim)
 
 
@@ -191,7 +191,7 @@ def _kernel(function, arrays, head_dim):
     return Kernel(function, kinds, threads(head_dim), 4 * lanes(head_dim))
 
 
-def _matrix(dtype):
+def float_matrix(dtype):
     """Return the Numba type of X. Elements of 16-bit dtypes are uint16."""
     return array_type(4, types.uint16 if DTYPES[dtype].bytes == 2 else types.float32)
 
@@ -203,7 +203,7 @@ def _make_load(head_dim, dtype, aligned, rotated):
     The registers ``rx`` get 16 columns of 4 rows of the 128 rows of ``block``, rotated if
     ``rotated`` is true. Elements past the end of X are 0.
     """
-    LANES, load = lanes(head_dim), _make_chunk(dtype, aligned)
+    LANES, load = lanes(head_dim), make_chunk(dtype, aligned)
 
     @device_function
     def load_rows(rx, X, block, seed_low, seed_high):
@@ -254,7 +254,7 @@ def _add_pairs(rx, step):
 
 
 @cache
-def _make_chunk(dtype, aligned):
+def make_chunk(dtype, aligned):
     """Make ``load(rx, e, X, row, col)``, which loads 16 elements of a row to rx from ``e`` on."""
     halves = DTYPES[dtype].bytes == 2
     unpack: Any = CONVERSIONS[DTYPES[dtype].matrix][1] if halves else None
@@ -294,7 +294,7 @@ def _largest(rx):
 
 
 @device_function
-def _max_of_block(x, s, warps):
+def max_of_block(x, s, warps):
     """Return the largest x of all threads of the block, through the shared array ``s``.
 
     Every thread gets the result. The function contains a ``syncthreads``.
