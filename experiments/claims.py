@@ -16,6 +16,7 @@ import fa_numba
 from fa_numba import device, reference
 from fa_numba.problem import Problem
 
+from .beside import layers
 from .lab.measure import calls, peers, variants
 from .lab.measure.series import LABELS, algorithm, call, columns, plan, query_splits, unit
 from .lab.measure.timing import SECONDS, attempt
@@ -36,6 +37,9 @@ QUICK_LAYER = Problem(1, 4, 4, 1024, 1024, 128, dtype="float16")
 CLAIMED_GB = {"standard-mma": (17.4, 17.8), "fa2-mma": (0.27, 0.27)}
 MMA = ("standard-mma", "fa1-mma", "fa1-mma-splits", "fa2-mma")
 LONG, QUICK_LONG = 131072, 8192
+# Lengths of complete layers. Series of layers -> whether attention is fused.
+LAYER_SEQLENS = tuple(1 << n for n in range(7, 13))
+LAYERS = {"layer-unfused": False, "layer-fused": True}
 PAGE, PAGES = 32, 5
 OPERATIONS = {
     name: f"smsp__sass_thread_inst_executed_op_{name}_pred_on.sum"
@@ -54,6 +58,9 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
     cases += [(problems[0], series, DROPOUT) for series in SIMT[1:]]
     for case in cases:
         yield from _model(*case)
+    for model in layers.MODELS:
+        for N in LAYER_SEQLENS:
+            yield from _layer_of(model, N)
     work: list[tuple[Any, ...]] = [(_count, *case) for case in cases]
     work += [(_paged, series, COUNTED_DIM) for series in ("fa1-simt", "fa2-simt", "fa2-mma")]
     yield from bench.counted(work, "counting on the emulator", lambda run, *case: run(*case))
@@ -72,6 +79,15 @@ def _model(problem: Problem, series: str, dropout: float) -> Iterator[Row]:
     if not dropout:  # the model ignores dropout, because dropout makes no accesses
         accesses = plan(series, problem, **_options()).accesses
         yield from _by_array(problem, series, dropout, accesses, MODEL)
+
+
+def _layer_of(model: layers.Model, N: int) -> Iterator[Row]:
+    for series, fused in LAYERS.items():
+        for part, (flops, traffic) in layers.work(model, N, fused).items():
+            note = f"{model.name}: {part}"
+            common = columns(NAME, series, model.problem(N), MODEL, note=note)
+            yield Row(metric="flops", unit="FLOP", value=flops, **common)
+            yield Row(metric="traffic", unit="bytes", value=traffic, **common)
 
 
 def _count(problem: Problem, series: str, dropout: float) -> Iterator[Row]:
@@ -155,6 +171,7 @@ def _layer_rows(rows: Sequence[Row]) -> dict[tuple[str, str], Row]:
     problem instead.
     """
     wanted = [r for r in rows if r.metric == "traffic" and r.dtype == "float16"]
+    wanted = [r for r in wanted if r.series not in LAYERS]
     return {(r.series, r.source): r for r in wanted if r.value is not None}
 
 
@@ -215,5 +232,48 @@ def layer(rows: Sequence[Row]) -> tables.Table | None:
     return tables.of(caption, header, lines)
 
 
+def model_of(row: Row) -> str:
+    """Return the name of the model that the note of a row of a complete layer names."""
+    return row.place.partition(":")[0]
+
+
+def part_of(row: Row) -> str:
+    """Return the part of the layer that the note of a row of a complete layer names."""
+    return row.place.partition(": ")[2]
+
+
+def intensities(rows: Sequence[Row]) -> tables.Table | None:
+    """Return the table of the FLOPs per byte of complete layers, or None without rows."""
+    sums: dict[tuple[str, int, str, str, str], float] = {}
+    for row in rows:
+        if row.series in LAYERS:
+            for part in (part_of(row), "layer"):
+                at = model_of(row), row.seqlen_k, row.series, part, row.metric
+                sums[at] = sums.get(at, 0.0) + row.number
+    lines = []
+    for model in layers.MODELS:
+        for N in sorted({at[1] for at in sums if at[0] == model.name}):
+            shown = [("projections", True), ("FFN", True), ("attention", False),
+                     ("attention", True), ("layer", False), ("layer", True)]  # fmt: skip
+            cells = []
+            for part, fused in shown:
+                series = "layer-fused" if fused else "layer-unfused"
+                flops, traffic = (
+                    sums[model.name, N, series, part, metric] for metric in ("flops", "traffic")
+                )
+                cells.append(f"{flops / traffic:.3g}")
+            lines.append([model.name, str(N), *cells])
+    header = ["model", "N", "projections", "FFN", "attention, unfused", "attention, fused"]
+    header += ["layer, unfused", "layer, fused"]
+    caption = (
+        "The table of layers contains FLOP per byte of the layers of transformer models in fp16, "
+        "for one sequence, by closed forms. A layer has four projections, attention and a "
+        "feed-forward network (FFN). In the table of layers, each matrix product reads its inputs "
+        "and weights once, and writes its result once. Unfused attention also writes and reads S "
+        "and P. A step of decoding computes one token, with N - 1 tokens in the K/V cache."
+    )
+    return tables.of(caption, header, lines)
+
+
 # The page's table `claims` contains the verdicts; see experiments.verdicts.claims.
-TABLES = {"claims_layer": layer}
+TABLES = {"claims_layer": layer, "claims_models": intensities}

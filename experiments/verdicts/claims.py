@@ -1,4 +1,4 @@
-"""For each of the claims C1 to C30, our quantity and what the claim says about it.
+"""For each of the claims C1 to C36, our quantity and what the claim says about it.
 
 The texts of the claims are in questions.csv. Some claims contradict each other.
 """
@@ -24,7 +24,7 @@ from .rule import Bounds
 N, D, TILE = measured.COUNTED_SEQLEN, 64, measured.COUNTED_TILE
 TILES = N // TILE
 FLASH = {"FA-1": "fa1-simt", "FA-2": "fa2-simt"}
-MORE, LESS = Bounds(1, math.inf), Bounds(0, 1)
+MORE, LESS, TWICE = Bounds(1, math.inf), Bounds(0, 1), Bounds(2, math.inf)
 
 
 def counted(series: str, note: str | tuple[str, ...], metric: Any = ("loads", "stores"),
@@ -243,11 +243,76 @@ def growth_of_accesses(order: str, one: bool) -> Quantity:
     return accesses(series).steps().only(tile.equal(float(one)))
 
 
+def layers(series: str, part: str, metric: str) -> Quantity:
+    """Return the FLOPs or bytes of a part of a layer of each model, by length.
+
+    The part "layer" is the complete layer. The step of decoding is left out.
+    """
+    parts = LAYER_PARTS if part == "layer" else (part,)
+    notes = tuple(f"{name}: {each}" for name in ENCODERS for each in parts)
+    return rows(measured.NAME, measured.model_of, "seqlen_k", series=series, source="model",
+                metric=metric, place=notes)  # fmt: skip
+
+
+def flop_per_byte(series: str, part: str) -> Quantity:
+    """Return the FLOPs per byte of a part of a layer of each model, by length."""
+    return layers(series, part, "flops") / layers(series, part, "traffic")
+
+
+def between(series: str, first: int, last: int) -> Quantity:
+    """Return the FLOPs per byte of a complete layer at N=last / at N=first, for each model."""
+    return flop_per_byte(series, "layer").where(lambda _, N: N in (first, last)).over(0)
+
+
+def decoding() -> Quantity:
+    """Return the FLOPs per byte of a complete layer of GPT-2 in a step of decoding, by length."""
+    notes = tuple(f"GPT-2, decoding: {part}" for part in LAYER_PARTS)
+    of = partial(rows, measured.NAME, "seqlen_k", series="layer-unfused", place=notes,
+                 source="model")  # fmt: skip
+    return of(metric="flops") / of(metric="traffic")
+
+
+def accessed_at_128(fused: str) -> Quantity:
+    """Return the bytes of standard attention / the bytes of a fused series, forward, at N=128."""
+    of = partial(rows, "crossover", "dtype", "head_dim", "batch", metric="traffic", seqlen_q=128,
+                 pass_="fwd", source="model")  # fmt: skip
+    unit = {"simt": "float32", "mma": "float16"}[fused.partition("-")[2]]
+    standard = fused.replace(fused.partition("-")[0], "standard")
+    return of(series=standard, dtype=unit) / of(series=fused, dtype=unit)
+
+
+def gain_of_unit(experiment: str, unit: str) -> Quantity:
+    """Return the speed of FA-2 / the speed of our standard attention on one unit, forward."""
+    of = partial(rows, experiment, "head_dim", "causal", "seqlen_q", metric="speed", pass_="fwd",
+                 head_dim=(64, 128))  # fmt: skip
+    return of(series=f"fa2-{unit}") / of(series=f"standard-{unit}")
+
+
+def beside_products(unit: str) -> Quantity:
+    """Return the operations beside the products: K/V outer / Q outer, forward, at equal tiles."""
+    of = partial(rows, "loop_cost", "head_dim", metric="beside_products", pass_="fwd")
+    return of(series=f"fa1-{unit}-splits") / of(series=f"fa2-{unit}-fa1-tiles")
+
+
+def in_regime(pass_: str, *lengths: int) -> Quantity:
+    """Return the speed of FA-2 / the speed of torch's unfused attention in fp16."""
+    return gain("fa2-mma", pass_).where(lambda d, causal, N: N in lengths)
+
+
+def short_prefill() -> Quantity:
+    """Return the time of torch's unfused attention / FA-2's time, forward in fp16, N up to 512."""
+    times = partial(rows, "crossover", "head_dim", "batch", "seqlen_q", dtype="float16",
+                    pass_="fwd", causal=False, **TIMES)  # fmt: skip
+    ratio = times(series="torch-unfused") / times(series="torch-fa2")
+    return ratio.where(lambda d, batch, N: N <= 512)
+
+
 at_16k = partial(rows, "speed_fp16", "head_dim", series="fa2-mma", pass_="fwd", seqlen_q=16384,
                  **TIMES)  # fmt: skip
 # Experiments with FLOPs per DRAM byte. Their GPU must be that of `BALANCE`.
 ROOFLINES = ("memory_hierarchy", measured.NAME)
 PASSES = {"forward": "fwd", "backward": "bwd"}
+ENCODERS, LAYER_PARTS = ("BERT-base", "BERT-large", "GPT-2"), ("projections", "attention", "FFN")
 MIB = 2.0**20
 CACHES = {
     "64 to 256 MiB": (decode.LARGE_BYTES, 256 * MIB),
@@ -360,6 +425,32 @@ PAIRS: dict[str, Pairs] = IN_ORDERS | {
         "longest N: FA-2": (longest("runtime_memory", "fa2-mma", "fa2-auto", pass_="fwd+bwd",
                                     place="plain"), Bounds(2**20, math.inf)),
         "FA-2, two GPUs": (longest("ring", "ring-kv"), Bounds(2**20, math.inf))},
+    "C31, operations": {f"{unit}, K/V outer / Q outer": (beside_products(unit), TWICE)
+                        for unit in ("simt", "mma", "wgmma")},
+    "C31, statistics": {"accesses to l, m and L, K/V outer / Q outer": (
+        counted("fa1-simt", ("l", "m")) / counted("fa2-simt", "L"), TWICE)},
+    "C32": {f"standard / {order}, {dtype}": (
+        accessed_at_128(series.replace("simt", unit)), Bounds(1 / 1.15, 1.15))
+        for order, series in FLASH.items() for unit, dtype in (("simt", "fp32"), ("mma", "fp16"))},
+    "C33, layer": {
+        "N=512 / N=128": (between("layer-unfused", 128, 512), Bounds(1.15, math.inf)),
+        "N=4096 / N=512": (between("layer-unfused", 512, 4096), Bounds(0, 1 / 1.15))},
+    "C33, layer, fused": {
+        "N=512 / N=128": (between("layer-fused", 128, 512), Bounds(1.15, math.inf)),
+        "N=4096 / N=512": (between("layer-fused", 512, 4096), Bounds(0, 1 / 1.15))},
+    **{f"C33, parts, {name}": {"attention / FFN": (
+        flop_per_byte(f"layer-{name}", "attention") / flop_per_byte(f"layer-{name}", "FFN"), LESS)}
+       for name in ("unfused", "fused")},
+    "C33, decoding": {"FLOP per byte": (decoding(), LESS)},
+    "C34": {"P of all heads / shared memory": (
+        rows("io_vs_seqlen", "head_dim", "seqlen_q", series="standard-simt", source="dram",
+             value=lambda row: 4.0 * row.batch * row.heads_q * row.seqlen_q**2)
+        / memory("capacity", series="read-shared"), 1000.0)},
+    "C35": {"gain in fp32 on CUDA cores / gain in fp16 on tensor cores": (
+        gain_of_unit("speed", "simt") / gain_of_unit("speed_fp16", "mma"), LESS)},
+    "C36, long prefill": {"FA-2 / torch's unfused": (in_regime("fwd", 4096, 8192, 16384), TWICE)},
+    "C36, short prefill": {"torch's unfused / FA-2": (short_prefill(), Bounds(0, 1.15))},
+    "C36, training": {"FA-2 / torch's unfused": (in_regime("fwd+bwd", 1024, 2048, 4096), TWICE)},
 }  # fmt: skip
 BESIDE: dict[str, Pairs] = {
     "C3, N x N": {"standard": (counted("standard-simt", ("S", "P"), per=N * N), 4.0)},

@@ -9,6 +9,7 @@ from experiment_helpers import made_up
 
 import fa_numba
 from experiments import claims as measured
+from experiments.beside import layers
 from experiments.lab.measure import calls
 from experiments.lab.measure.workloads import one_head
 
@@ -103,3 +104,31 @@ def test_the_layers_bytes_are_drawn_and_tabled():
         "claimed", " ".join(t.get_text() for t in measured.draw(other).axes[0].texts)
     )
     assert measured.draw([]) is None and measured.layer([]) is None
+
+
+def test_a_layer_moves_each_operand_of_its_products_once():
+    """By hand, for 4 tokens, a hidden dimension of 6 and 2 heads of d=3."""
+    model = layers.Model("small", 6, 2, False)
+    unfused, fused = (layers.work(model, 4, fused) for fused in (False, True))
+    assert {part: flops for part, (flops, _) in unfused.items()} == {
+        "projections": 4 * 2 * 4 * 6 * 6, "attention": 2 * 2 * 2 * 4 * 4 * 3,
+        "FFN": 2 * 2 * 4 * 6 * 24}  # fmt: skip
+    elements = {part: traffic / 2 for part, (_, traffic) in unfused.items()}
+    assert elements["projections"] == 4 * (4 * 6 + 6 * 6 + 4 * 6)
+    assert elements["FFN"] == 2 * (4 * 6 + 6 * 24 + 4 * 24)
+    assert elements["attention"] == 4 * 4 * 6 + 4 * 2 * 4 * 4
+    assert fused["attention"][1] == 2 * 4 * 4 * 6 and fused["FFN"] == unfused["FFN"]
+    causal = layers.work(model._replace(causal=True), 4, False)["attention"]
+    assert causal[0] == unfused["attention"][0] / 2
+    (q, kv), step = (2 * 1 * 6, 2 * 4 * 6), layers.work(model._replace(decodes=True), 4, True)
+    assert step["attention"] == (2 * 2 * 2 * 1 * 4 * 3, 2 * (q + kv))
+
+
+def test_the_table_of_layers_has_ratios_of_sums():
+    model = layers.MODELS[0]
+    rows = list(measured._layer_of(model, 128))
+    (line,) = measured.intensities(rows).body.splitlines()[2:]
+    parts = layers.work(model, 128, False).values()
+    layer = sum(flops for flops, _ in parts) / sum(traffic for _, traffic in parts)
+    assert line.split(" | ")[:2] == ["| BERT-base", "128"] and f" | {layer:.3g} | " in line
+    assert measured.intensities([]) is None and measured.layer(rows) is None

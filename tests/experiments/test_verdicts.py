@@ -316,7 +316,7 @@ def test_every_question_has_words_and_quantities():
                for q in QUESTIONS)  # fmt: skip
     assert {q.before for q in QUESTIONS} <= {REPRODUCED, TREND, REFUTED, NOT_COMPARABLE, ""}
     numbers = {int(q.key[1:].split(",")[0]) for q in claims.QUESTIONS}
-    assert numbers == set(range(1, 31)) and claims.BESIDE.keys() <= claims.PAIRS.keys()
+    assert numbers == set(range(1, 37)) and claims.BESIDE.keys() <= claims.PAIRS.keys()
     assert paper_figures.CONTROL.keys() <= paper_figures.PAIRS.keys()
 
 
