@@ -32,7 +32,7 @@ from .lab.record.options import LIMITED, QUICK
 from .lab.record.registry import load, names, needs, takes, words
 from .lab.run.drawing import side_by_side
 from .lab.run.runner import Runner
-from .lab.show import report
+from .lab.show import recordings_page, report
 
 T = TypeVar("T")
 CAUSAL = {"no": (False,), "yes": (True,), "both": (False, True)}
@@ -223,7 +223,10 @@ def _parser() -> argparse.ArgumentParser:
          "outdated or unknown. A recording is outdated if the code or the kernels that produced "
          "the recording have changed"),
     ):  # fmt: skip
-        add(name, text, f"{text[0].upper()}{text[1:]}.")
+        command = add(name, text, f"{text[0].upper()}{text[1:]}.")
+    command.add_argument(
+        "--write", action="store_true", help="also write the list to figures/tables/recordings.md"
+    )
     return parser
 
 
@@ -297,14 +300,18 @@ def _origins(console: Console) -> int:
     return int(any(lost for _, lost in found))
 
 
-def _outdated(console: Console) -> int:
+def _outdated(console: Console, write: bool) -> int:
     """Print whether each recording is current, outdated or unknown. Return the exit status.
 
-    The exit status is 1 if at least one recording is outdated, else 0.
+    The exit status is 1 if at least one recording is outdated, else 0. If `write` is true, also
+    write the page of recordings.
     """
-    found = list(outdated.states(Store(FIGURES)))
+    store = Store(FIGURES)
+    found = list(outdated.states(store))
     for each in found:
         console.print(str(each), soft_wrap=True, highlight=False)
+    if write:
+        recordings_page.write(found, store)
     return int(any(each.state == outdated.OUTDATED for each in found))
 
 
@@ -357,7 +364,7 @@ def _command(arguments: Sequence[str] | None) -> int:
     if args.command == "origins":
         return _origins(console)
     if args.command == "outdated":
-        return _outdated(console)
+        return _outdated(console, args.write)
     if args.command == "spills":
         try:
             changed = spills.write(console.print)

@@ -32,7 +32,7 @@ from experiments.lab.record import (
 from experiments.lab.record.options import FIGURES, Options
 from experiments.lab.record.store import MODEL, Row, Store
 from experiments.lab.run import origin, runner
-from experiments.lab.show import report
+from experiments.lab.show import recordings_page, report
 from fa_numba import device
 from fa_numba.choices.requests import Choices, Request
 from fa_numba.host.ahead import Ahead
@@ -392,6 +392,28 @@ def test_the_command_lists_every_recording(monkeypatch, capsys):
         ("speed", "nvidia-h100-80gb-hbm3")
     }
     assert ("io_vs_seqlen", "emulator") in every
+
+
+def test_the_page_of_recordings_has_every_recording_and_its_origin(tmp_path, monkeypatch, capsys):
+    """The states are those of the last command; recordings of GPUs are those of the files."""
+    store = Store(FIGURES)
+    page = recordings_page.PAGE.read_text()
+    cells = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| `")]
+    monkeypatch.setattr(outdated, "state", lambda store, *where: where)
+    every = set(outdated.states(store))
+    assert {tuple(of[0].strip("`").removesuffix(".csv").split("/")) for of in cells} == every
+    for name, where, when, state, why in cells:
+        assert state in ("current", "outdated", "unknown") and (why == "-") == (state == "current")
+        experiment, machine = name.strip("`").removesuffix(".csv").split("/")
+        if machine != "emulator":
+            assert (where, when) == recordings_page.origin(store, experiment, machine)
+    monkeypatch.setattr(recordings_page, "PAGE", tmp_path / "page.md")
+    found = [outdated.State("speed", "nvidia-h100-80gb-hbm3", "outdated", ("x", "y"))]
+    monkeypatch.setattr(outdated, "states", lambda store: iter(found))
+    assert command.main(["outdated", "--write"]) == 1
+    line = recordings_page.PAGE.read_text().splitlines()[-1]
+    assert line.startswith("| `speed/nvidia-h100-80gb-hbm3.csv` | NVIDIA H100 80GB HBM3 | 20")
+    assert line.endswith(" | outdated | x, y |")
 
 
 def test_an_interruption_ends_the_profiler_and_what_it_profiles(tmp_path, monkeypatch):
