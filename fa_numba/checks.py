@@ -41,6 +41,11 @@ def one_of(values: Iterable[Any]) -> str:
     return f"{', '.join(first)} or {last}" if first else last
 
 
+def is_number(value: Any) -> bool:
+    """Return whether a value is a number and no array: an int, a float or a scalar of NumPy."""
+    return isinstance(value, numbers.Real)
+
+
 def nearest(text: str, names: Iterable[str]) -> str:
     """Return the name that is most similar to ``text``, or "" if no name is similar."""
     return next(iter(difflib.get_close_matches(text, list(names), 1)), "")
@@ -226,6 +231,50 @@ def as_scale(value: Any, head_dim: int) -> float:
             f"{value!r}; pass 0.0 for a scale of 0"
         )
     return scale
+
+
+OUT_DTYPES = ("float16", "bfloat16", "float32")
+
+
+def as_out_dtype(value: Any, dtype: str, scaled: bool) -> str | None:
+    """Return the option ``out_dtype``, or None for the default.
+
+    ``dtype`` is the dtype of q, and ``scaled`` says whether it is float8_e4m3fn. Raise ValueError
+    for a value that is not allowed.
+    """
+    if value is None:
+        return None
+    if not scaled:
+        raise ValueError(
+            f"out_dtype must be None for inputs of {dtype}, because the output has their dtype, "
+            f"got {value!r}; only float8_e4m3fn inputs have other outputs"
+        )
+    if value not in OUT_DTYPES:
+        raise ValueError(f"out_dtype must be {one_of(map(repr, OUT_DTYPES))}, got {value!r}")
+    return None if value == OUT_DTYPES[0] else str(value)
+
+
+def as_array_scale(name: str, value: Any) -> float:
+    """Return a scale of an array: a positive float that is not 0 or inf in float32.
+
+    Raise TypeError or ValueError for other values. The message calls the value ``name``.
+    """
+    wanted = f"{name} must be a positive finite number, or an array of float32"
+    scale = _real(name, value, wanted.partition(" must be ")[2])
+    with np.errstate(over="ignore"):
+        if not 0.0 < float(np.float32(scale)) < math.inf:
+            raise ValueError(f"{wanted}, got {value!r}")
+    return scale
+
+
+def check_scales(name: str, shape: tuple[int, ...], batch: int, heads: int) -> None:
+    """Raise ValueError unless ``shape`` is (batch, heads), where an axis can have length 1."""
+    full = (batch, heads)
+    if len(shape) != 2 or any(n not in (1, m) for n, m in zip(shape, full, strict=True)):
+        raise ValueError(
+            f"{name} must have shape {full} (batch entries, heads), or 1 in place of a size, got "
+            f"{shape}"
+        )
 
 
 def as_sizes(name: str, shape: Any, axes: Sequence[str]) -> tuple[int, ...]:

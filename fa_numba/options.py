@@ -28,11 +28,11 @@ from numba import types
 
 from fa_numba.checks import nearest
 from fa_numba.device import array_type
-from fa_numba.dtypes import PRECISIONS
+from fa_numba.dtypes import DTYPES, PRECISIONS
 from fa_numba.mods import Mod, Text, slope_of
 from fa_numba.mods.blocks import BlockMask, next_visited
 from fa_numba.problem import UNBOUNDED, Problem
-from fa_numba.typing import Array, Function, Layout, Lengths, Precision
+from fa_numba.typing import Array, Function, Layout, Lengths, OutDtype, Precision
 
 
 class _OfScores(TypedDict, total=False):
@@ -51,6 +51,9 @@ class _Arrays(TypedDict, total=False):
     alibi_slopes: Array | None
     sinks: Array | None
     block_table: Sequence[Sequence[int]] | Array | None
+    q_scale: float | Array | None
+    k_scale: float | Array | None
+    v_scale: float | Array | None
 
 
 class _Shapes(TypedDict, total=False):
@@ -59,6 +62,9 @@ class _Shapes(TypedDict, total=False):
     alibi_slopes: Array | Sequence[int] | None
     sinks: Array | Sequence[int] | None
     block_table: Array | Sequence[int] | None
+    q_scale: float | Array | Sequence[int] | None
+    k_scale: float | Array | Sequence[int] | None
+    v_scale: float | Array | Sequence[int] | None
 
 
 class _Others(TypedDict, total=False):
@@ -73,6 +79,7 @@ class _Others(TypedDict, total=False):
     offset: int | None
     layout: Layout | None
     precision: Precision | None
+    out_dtype: OutDtype | None
 
 
 class AttentionOptions(_OfScores, _Arrays, _Others, total=False):
@@ -163,6 +170,19 @@ class AttentionOptions(_OfScores, _Arrays, _Others, total=False):
         them is on a GPU, it must be int32 and is used in place. The values are then checked only if
         ``check_table`` is True. A CUDA graph of the call can be replayed after the values on the
         GPU have changed.
+    q_scale : float or array of float32, default 1
+        Scale of q, for q, k and v in float8_e4m3fn only: q stands for the numbers ``q * q_scale``.
+        It is a number, or an array of shape (batch, heads_q) on the device of q with one scale for
+        each head. Scales must be positive; the values of an array are not checked.
+        ``fa_numba.quantize`` returns arrays and scales. float8_e4m3fn is for the forward pass of
+        "fa1" and "fa2" on Hopper's tensor cores (unit "wgmma") and on the emulator. Of the other
+        options, such calls take ``scale``, ``causal``, ``window``, ``softcap``, ``q_lens``,
+        ``kv_lens`` and ``layout``. Head dimensions must be multiples of 16, and rows must start at
+        multiples of 16 bytes.
+    k_scale : float or array of float32, default 1
+        Scale of k, as ``q_scale``. An array has the shape (batch, heads_k).
+    v_scale : float or array of float32, default 1
+        Scale of v, as ``q_scale``. An array has the shape (batch, heads_k).
     q_lens : sequence or array of int, optional
         Number of valid rows of q in each batch entry, shape (batch,), from 0 to seqlen_q. Later
         rows are padding and are not read. Padding rows have output 0, logsumexp -inf and gradients
@@ -224,6 +244,9 @@ class AttentionOptions(_OfScores, _Arrays, _Others, total=False):
         pass of "fa2". They cannot be combined with ``block_table``, ``deterministic=True`` or
         ``group_splits`` above 1. For accurate gradients, the logsumexp must come from a forward
         pass with the same ``precision``.
+    out_dtype : {"float16", "bfloat16", "float32"}, optional
+        Dtype of the output if q, k and v are float8_e4m3fn. None means "float16". With other
+        inputs the output has the dtype of q, and no other dtype can be given.
 
     See Also
     --------
@@ -571,6 +594,27 @@ def _powers(names: Iterable[str]) -> dict[str, KernelField]:
     return {name: _given(name, array_type(2)) for name in names}
 
 
+# Names of the scales of e4m3 arrays, and the field of a ``Problem`` with the number of heads.
+SCALES = {"q_scale": "heads_q", "k_scale": "heads_k", "v_scale": "heads_k"}
+
+
+def _scale(name: str, heads: str) -> KernelField:
+    """Return the field for the scales of an array: one for each batch entry and head.
+
+    ``name`` is the option, and ``heads`` the field of the problem with the number of heads. A scale
+    that is not given is 1.
+    """
+
+    def value(call: Bound) -> Any:
+        given = call.given.get(name, 1.0)
+        return given if hasattr(given, "shape") else np.full((1, 1), given, np.float32)
+
+    def shape(call: Bound) -> tuple[int, ...]:
+        return call.problem.batch, getattr(call.problem, heads)
+
+    return KernelField(array_type(2), value, shape)
+
+
 # By the name of a flag in ``Features``. All threads of a block read the same element of an integer
 # array at a time.
 FEATURES: dict[str, Feature] = {
@@ -665,6 +709,11 @@ FEATURES: dict[str, Feature] = {
         lambda precision: _powers(POWERS[:3]) if PRECISIONS[precision].scaled else {},
     ),
     "scaled_dout": Feature(lambda p: False, _powers(POWERS[3:]), argument="precision"),
+    "scales": Feature(
+        lambda p: DTYPES[p.dtype].scaled,
+        {name: _scale(name, heads) for name, heads in SCALES.items()},
+        argument="q_scale",
+    ),
 }
 
 
@@ -680,6 +729,7 @@ SPLIT_SUMS = ("A", "l", "m")
 UNIFORM = (
     *("slopes", "sinks", "q_lens", "kv_lens", "q_starts", "k_starts"),
     *("block_mask", "next_column", "next_row"),
+    *SCALES,
 )
 
 
@@ -705,6 +755,7 @@ class Features:
     sparse           ``block_mask`` is given
     precision        the name of the precision, and "" for "ieee"
     scaled_dout      the planes of dO are scaled by powers of two
+    scales           the inputs are e4m3, which have scales
     """
 
     causal: bool = False
@@ -728,6 +779,7 @@ class Features:
     dropout: bool = False
     precision: str = ""
     scaled_dout: bool = False
+    scales: bool = False
 
     @classmethod
     def of(
@@ -847,11 +899,11 @@ class Features:
     def crowds(self) -> bool:
         """Whether an option takes registers of each thread throughout all loops of the kernel.
 
-        The options that take no such registers are ``causal``, dropout, splits, ``dlse``, sinks and
-        ``scaled_dout``.
+        The options that take no such registers are ``causal``, dropout, splits, ``dlse``, sinks,
+        ``scaled_dout`` and scales.
         """
         beside: dict[str, Any] = dict.fromkeys(
-            ("causal", "dropout", "splits", "dlse", "sinks", "scaled_dout"), False
+            ("causal", "dropout", "splits", "dlse", "sinks", "scaled_dout", "scales"), False
         )
         return replace(self, **beside) != PLAIN
 

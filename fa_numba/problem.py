@@ -10,7 +10,7 @@ import numpy as np
 
 from fa_numba import checks
 from fa_numba.checks import LAYOUTS, PACKED_AXES, UNBOUNDED
-from fa_numba.dtypes import DTYPES, PRECISIONS, UNSCALED
+from fa_numba.dtypes import DTYPES, PRECISIONS
 from fa_numba.integers import ceil_div
 from fa_numba.mods import PARAMETERS as MODS
 from fa_numba.mods import Mod, as_mod, slope_of
@@ -58,6 +58,7 @@ class OptionFields(TypedDict, total=False):
     dropout_p: float | None
     layout: str | None
     precision: str | None
+    out_dtype: str | None
 
 
 class ProblemFields(OptionFields, total=False):
@@ -137,6 +138,9 @@ class Problem:
         Number of rows of a page.
     precision : {"ieee", "fp16x3", "bf16x6", "bf16x3"}, default "ieee"
         How the products of float32 matrices are computed.
+    out_dtype : {"float16", "bfloat16", "float32"}, optional
+        Dtype of O if Q, K and V are float8_e4m3fn. The attribute is None for the default, float16,
+        and for other dtypes of Q, K and V. ``o_dtype`` is the dtype of O in all cases.
     head_dim_v : int, optional
         Head dimension of V and O, if it differs from ``head_dim``. The attribute is None if both
         are equal.
@@ -185,6 +189,7 @@ class Problem:
     pages: int | None = None
     page_size: int | None = None
     precision: str = "ieee"
+    out_dtype: str | None = None
     head_dim_v: int | None = None
 
     def __post_init__(self) -> None:
@@ -204,11 +209,14 @@ class Problem:
                 f"heads_k must be a divisor of heads_q, which is {self.heads_q}, got {self.heads_k}"
             )
         if not isinstance(self.dtype, str):
-            names = checks.one_of(map(repr, UNSCALED))
+            names = checks.one_of(map(repr, DTYPES))
             raise TypeError(f"dtype must be a string, {names}, got {self.dtype!r}")
-        if self.dtype not in UNSCALED:
-            names = checks.one_of(map(repr, UNSCALED))
+        if self.dtype not in DTYPES:
+            names = checks.one_of(map(repr, DTYPES))
             raise ValueError(f"dtype must be {names}, got {self.dtype!r}")
+        own["out_dtype"] = checks.as_out_dtype(
+            self.out_dtype, self.dtype, DTYPES[self.dtype].scaled
+        )
         own["precision"] = checks.as_precision(self.precision, tuple(PRECISIONS), self.dtype)
         for name in ("causal", "alibi", "sinks", "packed", "sparse"):
             own[name] = checks.as_flag(name, own[name])
@@ -468,6 +476,11 @@ class Problem:
     def o_shape(self) -> tuple[int, ...]:
         """Shape of O."""
         return *self.q_shape[:-1], self.d_v
+
+    @property
+    def o_dtype(self) -> str:
+        """Dtype of O: the dtype of Q, or ``out_dtype`` for float8_e4m3fn."""
+        return (self.out_dtype or "float16") if DTYPES[self.dtype].scaled else self.dtype
 
     @property
     def k_shape(self) -> tuple[int, ...]:

@@ -529,8 +529,7 @@ def dequantize(x: ArrayLike, scale: ArrayLike | None = None) -> Array:
 
 @documents_options
 def attention_e4m3(
-    q: ArrayLike, k: ArrayLike, v: ArrayLike, *, q_scale: ArrayLike | None = None,
-    k_scale: ArrayLike | None = None, v_scale: ArrayLike | None = None, columns: int = 128,
+    q: ArrayLike, k: ArrayLike, v: ArrayLike, *, columns: int = 128,
     descending: bool = False, return_lse: bool = False, **options: Unpack[AttentionOptions],
 ) -> Result:  # fmt: skip
     """Return attention of e4m3 arrays in float64, with P rounded to e4m3 as FP8 kernels round it.
@@ -547,12 +546,6 @@ def attention_e4m3(
         Keys, shape (batch, heads_k, seqlen_k, head_dim). heads_k must divide heads_q.
     v : array_like
         Values, shape (batch, heads_k, seqlen_k, head_dim_v).
-    q_scale : array_like, optional
-        Scales of ``q``, as `dequantize` takes them. None means 1.
-    k_scale : array_like, optional
-        Scales of ``k``.
-    v_scale : array_like, optional
-        Scales of ``v``.
     columns : int, default 128
         Number of columns of a tile of S.
     descending : bool, default False
@@ -594,7 +587,11 @@ def attention_e4m3(
     >>> bool(0 < relative_error(attention_e4m3(x, x, x), exact) < 0.03)
     True
     """
-    given = dequantize(q, q_scale), dequantize(k, k_scale), dequantize(v, v_scale)
+    given = (
+        dequantize(q, options.pop("q_scale", None)),  # type: ignore[arg-type]
+        dequantize(k, options.pop("k_scale", None)),  # type: ignore[arg-type]
+        dequantize(v, options.pop("v_scale", None)),  # type: ignore[arg-type]
+    )
     call, Q, K, V = checked_call(*given, **options)
     problem = call.problem
     for name, used in (("sinks", problem.sinks), ("dropout_p", problem.dropout_p > 0)):

@@ -28,7 +28,7 @@ from .checks import as_real, check_heads, check_unmasked
 from .masks import distance, numeric_mask, visible_causal, visible_window
 from .mods import PARAMETERS, captured, evaluated, holding, is_array
 from .mods.blocks import BlockMask
-from .options import as_word, check_names
+from .options import SCALES, as_word, check_names
 from .problem import UNBOUNDED, BlockSizes, Problem, check_block_mask, check_blocks
 
 Array = NDArray[Any]
@@ -268,6 +268,12 @@ def checked_call(
     and what is allowed.
     """
     check_names(options)
+    for name in SCALES:
+        if options.pop(name, None) is not None:
+            raise ValueError(
+                f"{name} must be None in this function; pass the numbers that "
+                "fa_numba.reference.dequantize returns for the array and its scales"
+            )
     made = block_mask if isinstance(block_mask, BlockMask) else None
     if made is not None:
         options["mask_mod"], tiles = made.mask_mod, made.block_size

@@ -16,6 +16,7 @@ Splits          a number of thread blocks, or "auto"
 WarpPartition   ways to divide the work of a thread block among its warps
 Layout          orders of axes
 Precision       ways to multiply float32 matrices
+OutDtype        dtypes of the output for float8_e4m3fn inputs
 =============== ====================================================================================
 
 Type checkers only read these types. Calls are checked at run time by the functions themselves.
@@ -55,3 +56,4 @@ Splits: TypeAlias = int | Literal["auto"]
 WarpPartition = Literal["rows", "keys"]
 Layout = Literal["bhnd", "bnhd"]
 Precision = Literal["ieee", "fp16x3", "bf16x6", "bf16x3"]
+OutDtype = Literal["float16", "bfloat16", "float32"]

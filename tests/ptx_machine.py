@@ -15,7 +15,7 @@ SIZES = {"float": 4, "i1": 1, "i8": 1, "i16": 2, "i32": 4, "i64": 8}
 
 # Instructions that touch registers alone, and those that a compiler may not put on two paths.
 OF_REGISTERS = ("", "ex2", "lg2", "max", "min", "mov", "setp", "shl", "and", "add", "sub", "cvt")
-OF_REGISTERS += ("mma",)
+OF_REGISTERS += ("mma", "prmt")
 OF_WARPS = ("bar", "setmaxnreg", "wgmma")
 
 
@@ -191,6 +191,12 @@ class Machine:
             function = {"max": np.maximum, "min": np.minimum, "add": np.add}[first]
             low, high = (function(*pair) & 0xFFFF for pair in zip(a, b, strict=True))
             self.put(given[0], high << 16 | low)
+        elif name == "prmt.b32":
+            a, b, selector = map(self.get, given[1:])
+            chosen = [selector >> 4 * n & 15 for n in range(4)]
+            assert all((n < 8).all() for n in chosen)  # no byte of copies of a sign
+            made = ((b << 32 | a) >> 8 * n & 0xFF for n in chosen)
+            self.put(given[0], sum(byte << 8 * n for n, byte in enumerate(made)))
         elif first in ("ex2", "lg2", "max", "min"):
             function = {"ex2": np.exp2, "lg2": np.log2, "max": np.fmax, "min": np.fmin}[first]
             with np.errstate(all="ignore"):

@@ -103,13 +103,16 @@ class BoxCopies(Copies):
 
     def of_fa2_forward(self, request: Request, spec: Any, splits: int) -> Taken:
         bound = _forward_boxes(spec)
-        if spec.planes > 1:
+        if spec.stores_floats:
             del bound["O"]
         grid = (_forward_blocks(request, spec, splits), 1, 1)
         return Taken(grid, bound, (Buffer("taken", (1,), "int32", zeroed=True),))
 
     def of_fa1_forward(self, spec: Any) -> dict[str, Argument]:
-        return _forward_boxes(spec) | {"A": Boxes("A", GROUP_ROWS, "float32")}
+        bound = _forward_boxes(spec)
+        if spec.stores_floats:
+            bound["O"] = "O"
+        return bound | {"A": Boxes("A", GROUP_ROWS, "float32")}
 
     def of_backward(
         self, request: Request, tiles: Tiles, spec: Any, columns: bool
@@ -166,7 +169,7 @@ def _unwritten(request: Request, heads: int) -> dict[str, Argument]:
     """
     batch, heads_q, rows = request.row_shape
     shape = request.row_shape if heads == 1 else (batch, heads_q // heads, rows, heads)
-    d, dtype = request.problem.d_v, request.problem.dtype
+    d, dtype = request.problem.d_v, request.problem.o_dtype
     return {"O": Untouched((*shape, d), dtype), "L": Untouched(shape)}
 
 
@@ -187,8 +190,11 @@ def _forward_boxes(spec: Any) -> dict[str, Argument]:
     page_size = spec.features.page_size
     rows = common_rows(page_size, spec.Bc) if page_size else spec.Bc
     Q = Boxes("Q", GROUP_ROWS, heads=spec.tile_heads, ends=spec.query_ends)
-    O = replace(Q, name="O", ends=spec.features.packed)
-    return {"Q": Q, **_boxes("KV", rows, spec.key_ends), "O": O}
+    O = replace(Q, name="O", dtype=spec.out_dtype, ends=spec.features.packed)
+    found = {"Q": Q, **_boxes("KV", rows, spec.key_ends), "O": O}
+    if spec.per_half > 1:
+        found["V"] = Boxes("VT", spec.value_tile[0])
+    return found
 
 
 def _forward_blocks(request: Request, spec: Any, splits: int) -> int:

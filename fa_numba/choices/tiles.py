@@ -251,6 +251,8 @@ def _hopper_tiles(request: Request, heads: int, d: int) -> Chosen:
 
     case                                              tiles
     float32 in planes                                 the row for planes in tiles.csv
+    e4m3                                              the row for e4m3 in tiles.csv, with one
+                                                      consumer for at most 64 rows
     at most 64 rows                                   one consumer (64 rows)
     a short call (``_short``)                         the row for short calls in tiles.csv
     three consumers lack registers or are slower      two consumers (128 rows)
@@ -271,6 +273,10 @@ def _hopper_tiles(request: Request, heads: int, d: int) -> Chosen:
         row = size(*_FORWARD, d, f"{features.planes} planes", "planes")
         Bc = min(row.Bc, max(_LEAST_COLUMNS, round_up(p.seqlen_k, 16)))
         return Chosen(Tiles(row.Br, Bc, stages=row.stages), str(row))
+    if features.scales:
+        row = size(*_FORWARD, d, "e4m3")
+        Br = GROUP_ROWS if rows <= GROUP_ROWS else row.Br
+        return Chosen(Tiles(Br, row.Bc, stages=row.stages), str(row))
     wide = size(*_FORWARD, d, kind)
     if rows <= GROUP_ROWS:  # one consumer: the time is the loading time of K and V
         few = size(*_FORWARD, d, "few rows") if PANEL < d <= 2 * PANEL else wide
@@ -386,6 +392,9 @@ def hopper_fa1_tiles(problem: Problem, features: Features) -> Chosen:
     kinds = [] if replace(features, causal=False) == PLAIN else ["options"]
     if features.planes > 1:
         kinds = [f"{features.planes} planes", "planes"]
+    if features.scales:
+        row = size("wgmma", "fa1", "fwd", problem.largest_dim, "e4m3")
+        return Chosen(Tiles(row.Br, row.Bc), str(row))
     if problem.d_v <= 2 * PANEL < problem.head_dim:
         kinds = [" ".join(("narrow v", *kinds)), *kinds]
     row = size("wgmma", "fa1", "fwd", problem.largest_dim, *kinds)

@@ -29,7 +29,7 @@ from fa_numba.choices.tiles import (
     unspilled,
 )
 from fa_numba.choices.tuned import tuned_tiles
-from fa_numba.dtypes import DTYPES, UNSCALED
+from fa_numba.dtypes import DTYPES, E4M3, UNSCALED
 from fa_numba.kernels import mma, simt, wgmma
 from fa_numba.options import PLAIN, Features, argument_of
 from fa_numba.problem import MAX_HEAD_DIM, MAX_SEQLEN
@@ -407,7 +407,7 @@ class Wgmma(Unit):
         "fa2-one-block": ("#E1BEE7", ""),
         "fa2-fa1-tiles": ("#AB6BC4", ""),
     }
-    dtypes = Mma.dtypes
+    dtypes = (*Mma.dtypes, E4M3.name)
     capability = newest = (9, 0)
     kernels = wgmma
     copies = BoxCopies()
@@ -416,10 +416,13 @@ class Wgmma(Unit):
     # (algorithm, pass) -> features that kernels have. ``largest``: largest head dimension, if it is
     # below MAX_HEAD_DIM.
     features: Mapping[tuple[str, str], tuple[str, ...]] = {
-        ("fa1", "fwd"): (*_MASKS, "softcap", "score_mod", "sinks", "q_lens", "precision"),
+        ("fa1", "fwd"): (
+            *(*_MASKS, "softcap", "score_mod", "sinks", "q_lens"),
+            *("precision", "scales"),
+        ),
         ("fa2", "fwd"): (
             *(*_MASKS, *_ADDED, "score_mod", *_LENGTHS),
-            *("page_size", "splits", "dropout", "precision"),
+            *("page_size", "splits", "dropout", "precision", "scales"),
         ),
         ("fa1", "bwd"): (*_MASKS, *_SCORES, "sinks", "dlse"),
         ("fa2", "bwd"): (
@@ -470,6 +473,8 @@ class Wgmma(Unit):
 
     def unsuited(self, request: Request) -> str:
         p, choices = request.problem, request.choices
+        if request.features.scales:  # no other unit takes the dtype
+            return ""
         chosen = choices.tiles is not None and not p.sparse  # a block mask decides its tiles
         if chosen or choices.ablate or choices.query_splits != 1:
             return "with tiles, ablate or query_splits it is used only if the call names the unit"
@@ -526,10 +531,13 @@ class Wgmma(Unit):
 
     def forward(self, request: Request) -> Shape:
         p, choices = request.problem, request.choices
+        out_dtype = p.o_dtype if request.features.scales else ""
         if choices.algorithm == "fa1":
             select = _selecting(tiling.select_wgmma_fa1_spec, request)
             rule = functools.partial(hopper_fa1_tiles, p, request.features)
-            complete = functools.partial(_of_flash(select, request), return_lse=choices.return_lse)
+            complete = functools.partial(
+                _of_flash(select, request), return_lse=choices.return_lse, out_dtype=out_dtype
+            )
             return _shape(self.chosen_tiles(request, select, rule, False), complete)
         heads = p.group if heads_share_tiles(request) else 1
         select = _selecting(tiling.select_wgmma_spec, request)
@@ -537,6 +545,7 @@ class Wgmma(Unit):
             _of_flash(select, request),
             tile_heads=heads,
             ablated=choices.ablate,
+            out_dtype=out_dtype,
             shares=p.seqlen_q > GROUP_ROWS and takes_slots(request.features),
         )
         rule = functools.partial(hopper_tiles, request, heads, complete)
@@ -611,10 +620,10 @@ def heads_share_tiles(request: Request) -> bool:
 def _differs_by_head(features: Features) -> bool:
     """Return whether a call has an option with which query heads cannot share a row tile.
 
-    These options are ALiBi slopes, a bias, dropout, ``score_mod``, ``mask_mod``, a block mask, and
-    float32 in planes.
+    These options are ALiBi slopes, a bias, dropout, ``score_mod``, ``mask_mod``, a block mask,
+    float32 in planes, and scales of e4m3 arrays.
     """
-    own = features.alibi or features.bias or features.dropout or features.calls
+    own = features.alibi or features.bias or features.dropout or features.calls or features.scales
     return own or features.sparse or features.precision != ""
 
 

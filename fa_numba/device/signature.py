@@ -19,6 +19,11 @@ def half_type(ndim: int):
     return array_type(ndim, types.uint16)
 
 
+def byte_type(ndim: int):
+    """Return the Numba type of an array of 8-bit elements, ``ndim`` axes and any strides."""
+    return array_type(ndim, types.uint8)
+
+
 def result_type(planes: int, ndim: int):
     """Return the Numba type of O: 16-bit with one plane, float32 with several planes.
 
@@ -27,14 +32,14 @@ def result_type(planes: int, ndim: int):
     return half_type(ndim) if planes == 1 else array_type(ndim)
 
 
-def boxed_type(planes: int, ndim: int, ends: bool = False):
+def boxed_type(floats: bool, ndim: int, ends: bool = False):
     """Return the Numba type of O in kernels with a copy engine (TMA).
 
-    With one plane, the copy engine stores O, and O has 16 bits. With several planes, O is stored
+    Normally the copy engine stores O, and O has 16 bits. If ``floats`` is true, O is stored
     directly from registers, in float32. ``ndim`` is the number of axes. ``ends`` is the field of
     ``TiledArray``.
     """
-    return tiled_type(ndim, ends) if planes == 1 else array_type(ndim)
+    return array_type(ndim) if floats else tiled_type(ndim, ends)
 
 
 def arguments(arrays: Iterable, floats: int, integers: int, options: types.Type) -> tuple:

@@ -98,8 +98,8 @@ class TiledArray:
     """A 4-D array (batch, heads, rows, columns) that a kernel copies in boxes.
 
     A box is a block of ``rows`` rows that the copy engine (TMA) moves in one copy. A row has 128
-    bytes: 64 columns of 16 bits, or 32 columns of float32. The tensor map describes the array to
-    the copy engine. The fields ``heads`` and ``ends`` decide its axes:
+    bytes: 128 columns of 8 bits, 64 of 16 bits, or 32 of float32. The tensor map describes the
+    array to the copy engine. The fields ``heads`` and ``ends`` decide its axes:
 
         heads     ends    axes of the tensor map, the outermost axis first
         1         False   batch, head, row, column
@@ -160,6 +160,7 @@ class TiledArray:
 _DTYPES = {
     "float32": driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
     "float16": driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+    "float8_e4m3fn": driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8,
     "bfloat16": driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
 }
 

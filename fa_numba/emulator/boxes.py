@@ -226,16 +226,19 @@ class Boxes(Mbarriers):
         return self.fault(MissingFence, text, array.name)
 
     def _box(
-        self, boxed: BoxedArray, array: SharedArray, index: int, lane: int
+        self, boxed: BoxedArray, array: SharedArray, index: int, lane: int, loads: bool = False
     ) -> tuple[int, np.ndarray]:
         """Return the element of the buffer at which a box begins, and the positions in the box.
 
         The second result contains the positions of all elements of the box, counted from the first
         element. The box begins at element `index` of `array`. Raise an error if the box does not
-        fit into the array, or does not begin at a multiple of 1024 bytes.
+        fit into the array, or does not begin at a multiple of 1024 bytes. The elements of the box
+        and of `array` must have equal sizes. If `loads`, the box is loaded, and two elements of 8
+        bits may also become one element of 16 bits.
         """
-        size = boxed.rows * boxed.columns
-        if array.itemsize != boxed.array.itemsize:
+        size = boxed.rows * ROW_BYTES // array.itemsize
+        bytes_to_halves = loads and (boxed.array.itemsize, array.itemsize) == (1, 2)
+        if array.itemsize != boxed.array.itemsize and not bytes_to_halves:
             text = (
                 f"a TMA copy needs elements of equal size, got {boxed.array.name} of dtype "
                 f"{boxed.array.dtype} and {array.name} of dtype {array.dtype}"
@@ -273,13 +276,17 @@ class Boxes(Mbarriers):
             tid = self.group.tids[lane : lane + 1]
             self.usable(barrier, np.array([lane]), by_copies=True)
             self.in_phase(barrier, tid, "this thread starts a TMA load with")
-            first, places = self._box(src, dst, at, lane)
-            values = np.full(places.shape, src.layout.fill, dst.buffer.data.dtype)
+            first, places = self._box(src, dst, at, lane, loads=True)
+            values = np.full((src.rows, src.columns), src.layout.fill, src.array.dtype)
             rows, columns, found = src.access(self, LOAD, where, lane)
             if found.size:
                 self._behind_stores(src.array, found.reshape(-1), lane, "reads")
                 values[rows, columns] = src.array._memory[found]
-            self._depart(dst, first, places.reshape(-1), values.reshape(-1), tid, barrier)
+            flat = values.reshape(-1)
+            if src.array.itemsize != dst.itemsize:
+                flat = flat.view(dst.dtype)
+            flat = flat.astype(dst.buffer.data.dtype)
+            self._depart(dst, first, places.reshape(-1), flat, tid, barrier)
             barrier.bytes -= places.size * dst.itemsize
             self.advance(barrier)
 

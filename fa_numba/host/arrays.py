@@ -640,18 +640,19 @@ def check_shape(array: Operand, shape: tuple[int, ...]) -> None:
 
 
 def operand_of_out(
-    out: Any, shape: tuple[int, ...], first: Operand, inputs: Sequence[Operand]
+    out: Any, shape: tuple[int, ...], first: Operand, inputs: Sequence[Operand], dtype: str = ""
 ) -> Operand | None:
     """Return the operand of the argument ``out``, or None if the caller did not pass ``out``.
 
-    Raises ValueError or TypeError unless ``out`` has ``shape``, has the dtype and the device of
+    Raises ValueError or TypeError unless ``out`` has ``shape``, has ``dtype`` and the device of
     ``first``, is of the same library as the ``inputs``, is writable, shares no memory with the
-    inputs, and has a separate address for each element.
+    inputs, and has a separate address for each element. The default of ``dtype`` is the dtype of
+    ``first``.
     """
     if out is None:
         return None
-    target = operand("out", out, (first.dtype,))
-    check_together([first, target])
+    target = operand("out", out, (dtype or first.dtype,))
+    check_device(first, target)
     check_shape(target, shape)
     check_written(target, list(inputs))
     return target

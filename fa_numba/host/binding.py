@@ -11,7 +11,16 @@ from typing import Any, cast
 import numpy as np
 
 from fa_numba import checks, device, mods
-from fa_numba.checks import as_flag, as_shape, as_table, check_table, check_unmasked
+from fa_numba.checks import (
+    as_array_scale,
+    as_flag,
+    as_shape,
+    as_table,
+    check_table,
+    check_unmasked,
+    is_number,
+)
+from fa_numba.dtypes import DTYPES
 from fa_numba.host.arrays import (
     CAPTURED,
     INTEGERS,
@@ -23,7 +32,15 @@ from fa_numba.host.arrays import (
     operand,
 )
 from fa_numba.mods.blocks import BlockMask, BlockSize
-from fa_numba.options import Bound, Features, as_word, check_names, signed, unit_before_score_mod
+from fa_numba.options import (
+    SCALES,
+    Bound,
+    Features,
+    as_word,
+    check_names,
+    signed,
+    unit_before_score_mod,
+)
 from fa_numba.problem import OptionFields, Problem, check_block_mask
 from fa_numba.tiling import Tiles
 
@@ -34,7 +51,8 @@ _STARTS = ("cu_seqlens_q", "cu_seqlens_k")
 LENGTHS = ("q_lens", "kv_lens", *_STARTS)
 # Options that are arrays on the call's device, with the names that kernels use. Kernels read them
 # as float32.
-ARRAYS = {"bias": "bias", "attn_mask": "bias"} | {n: n for n in ("alibi_slopes", "sinks")}
+ARRAYS = {"bias": "bias", "attn_mask": "bias"}
+ARRAYS |= {n: n for n in ("alibi_slopes", "sinks", *SCALES)}
 # Integer arrays that kernels read from the caller's array on a GPU, or from a copy of a host array.
 PAGING = ("block_table", "kv_lens")
 
@@ -68,7 +86,8 @@ class Binding:
     seed         the option ``seed`` of dropout
     offset       the option ``offset`` of dropout
     paged        the block table and the lengths of the sequences in pages
-    numbers      numbers that functions such as ``score_mod`` capture, by the names that kernels use
+    numbers      scales of e4m3 arrays, and numbers that functions such as ``score_mod`` capture, by
+                 the names that kernels use
     """
 
     fields: OptionFields
@@ -92,12 +111,15 @@ class Binding:
         check_names(options)
         given = {name: value for name, value in options.items() if value is not None}
         arrays: dict[str, Operand] = {}
+        numbers: dict[str, int | float] = {}
         shapes_of: dict[str, tuple[int, ...]] = {}
         for name, known_as in ARRAYS.items():
             if name not in given:
                 continue
             array = given.pop(name)
-            if shapes:
+            if name in SCALES and is_number(array):
+                numbers[known_as] = as_array_scale(name, array)
+            elif shapes:
                 check_unmasked(name, array)
                 shapes_of[name] = as_shape(name, getattr(array, "shape", array))
             else:
@@ -115,7 +137,6 @@ class Binding:
             given["mask_mod"] = mask.mask_mod
         elif mask is not None:
             mask = on_host("block_mask", mask)
-        numbers: dict[str, int | float] = {}
         for name in mods.PARAMETERS:
             if name not in given:
                 continue
@@ -160,6 +181,7 @@ class Binding:
             **self.fields,
         )
         checks.check_heads(problem.batch, problem.heads_q, slopes, sinks)
+        self._check_scales(problem)
         if "kv_lens" in self.arrays:
             shape = self.arrays["kv_lens"].shape
             checks.check_shape("kv_lens", shape, (problem.batch,), of=checks.PER_ENTRY)
@@ -169,6 +191,20 @@ class Binding:
         if isinstance(self.block_mask, BlockMask):
             self.block_mask.check(problem)
         return problem
+
+    def _check_scales(self, problem: Problem) -> None:
+        """Raise ValueError unless scales are given for e4m3 arrays only, and fit their heads."""
+        for name, heads in SCALES.items():
+            if name not in self.shapes and name not in self.numbers:
+                continue
+            if not DTYPES[problem.dtype].scaled:
+                raise ValueError(
+                    f"{name} must be None for inputs of {problem.dtype}, got a scale; only arrays "
+                    "of float8_e4m3fn have scales"
+                )
+            if name in self.shapes:
+                sizes = problem.batch, getattr(problem, heads)
+                checks.check_scales(name, self.shapes[name], *sizes)
 
     def check_mask(self, problem: Problem, given: Any, tiles: Tiles) -> None:
         """Raise an error unless a block mask that is an array has one element for each tile.

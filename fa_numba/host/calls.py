@@ -8,6 +8,7 @@ from typing import Any
 
 from fa_numba import mods
 from fa_numba.choices.requests import Choices
+from fa_numba.dtypes import DTYPES
 from fa_numba.host import execution, held, launch_cache, placement, planning
 from fa_numba.host.arrays import (
     SUMS,
@@ -78,7 +79,9 @@ def _call_first_time(
     if choices.passes == "bwd" and not choices.dlse:
         del names["dlse"]
         given = given[:-1]
-    dtypes = {"lse": {"allowed": SUMS}, "dlse": {"allowed": SUMS}}
+    dtypes: dict[str, dict[str, Any]] = {"lse": {"allowed": SUMS}, "dlse": {"allowed": SUMS}}
+    if choices.passes == "fwd" and choices.algorithm != "standard":
+        dtypes |= {name: {"allowed": tuple(DTYPES)} for name in "qkv"}
     inputs = [operand(n, x, **dtypes.get(n, {})) for n, x in zip(names, given, strict=True)]
     arguments = Binding.of(options)
     matrices, rows = inputs[:5], inputs[5:]
@@ -89,7 +92,8 @@ def _call_first_time(
         check_shape(x, problem.o_shape)
     for x in rows:
         check_shape(x, problem.lse_shape)
-    target = operand_of_out(out, problem.o_shape, q, [*inputs, *arguments.arrays.values()])
+    others = [*inputs, *arguments.arrays.values()]
+    target = operand_of_out(out, problem.o_shape, q, others, problem.o_dtype)
     if target is not None:
         matrices = [*matrices, target]
     with placement.placed(q):

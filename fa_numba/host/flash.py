@@ -20,7 +20,7 @@ from fa_numba.dtypes import PRECISIONS
 from fa_numba.host import sinks
 from fa_numba.host.plans import Launch, Plan
 from fa_numba.integers import ceil_div, round_up
-from fa_numba.kernels import merge_splits, planes
+from fa_numba.kernels import merge_splits, planes, turned_values
 from fa_numba.options import PLAIN, POWERS, SPLIT_SUMS
 from fa_numba.tiling.spec import FRAGMENT_ROWS
 
@@ -49,7 +49,9 @@ def forward(request: Request, chosen: Chosen[Unit]) -> Plan:
         own += of_planes
         in_planes = {name: _as_bound(bound.get(name), of, spec) for name, of in taken.items()}
         main = Launch.of(kernel, grid, **{"scale": "score_scale", **bound, **in_planes})
-        launches = (*before, main, *merge)
+        turned, of_values = _turned_values(request, spec)
+        own += of_values
+        launches = (*before, *turned, main, *merge)
         count = functools.partial(
             io_model.fa2, p, tiles,
             tile_heads=spec.tile_heads, kv_splits=splits, boxes=unit.copies.by_boxes,
@@ -70,13 +72,29 @@ def forward(request: Request, chosen: Chosen[Unit]) -> Plan:
     if in_planes:
         in_planes = {**in_planes, "O": "O", "A": Untouched(request.o_shape)}
     main = Launch.of(kernel, grid, **{"L": L, "scale": "score_scale", **bound, **in_planes})
-    launches = (*before, main)
-    workspace += of_planes
+    turned, of_values = _turned_values(request, spec)
+    launches = (*before, *turned, main)
+    workspace += (*of_planes, *of_values)
     count = functools.partial(
         io_model.fa1, p, tiles, query_splits=request.choices.query_splits,
         return_lse=return_lse, boxes=unit.copies.by_boxes,
     )  # fmt: skip
     return Plan.of(request, decided, launches, workspace, count, split_rows)
+
+
+def _turned_values(request: Request, spec: Any) -> tuple[tuple[Launch, ...], tuple[Buffer, ...]]:
+    """Return the launch that stores V by columns, and the buffer for the result.
+
+    Both are empty unless the inputs are e4m3 (kernels/turned_values.py).
+    """
+    if not request.features.scales:
+        return (), ()
+    p = request.problem
+    batch, heads, rows, _ = request.k_shape
+    kernel = turned_values.make_turn_values(p.d_v, replace(PLAIN, kv_lens=request.features.kv_lens))
+    keys = round_up(rows, turned_values.GROUP)
+    VT = Buffer("VT", (batch, heads, p.d_v, keys), p.dtype)
+    return (Launch.of(kernel, (keys // turned_values.GROUP, heads, batch)),), (VT,)
 
 
 def _as_bound(boxes: Argument | None, of: Argument, spec: Any) -> Argument:
@@ -166,7 +184,7 @@ def _merge(request: Request, heads: int, splits: int) -> Launch:
     if features.packed:  # with pages, there are no starts of the sequences of K
         features = replace(features, page_size=request.features.page_size)
     row_warps = 1 if splits <= merge_splits.FEW_SPLITS else merge_splits.WARPS
-    facts = merge_splits.MergeFacts(features, p.d_v, p.dtype, request.aligned, heads, row_warps)
+    facts = merge_splits.MergeFacts(features, p.d_v, p.o_dtype, request.aligned, heads, row_warps)
     grid = (ceil_div(p.seqlen_q, merge_splits.WARPS // row_warps), p.heads_q, p.batch)
     return Launch.of(merge_splits.make_merge(facts), grid)
 

@@ -176,7 +176,9 @@ def describe_call(
         if blocks and name == "mask_mod":  # ``mask_mod`` and a ``BlockMask`` are never both given
             _add_captured(blocks[0].captured, key, captured)
     others = map(options.get, named[len(ARRAYS) :])
-    every = (*arrays, *map(options.get, ARRAYS), *captured, *others, *blocks, out)
+    # Scales can be numbers. The loop below adds these to the key.
+    of_options = (None if type(x) in _SCALARS else x for x in map(options.get, ARRAYS))
+    every = (*arrays, *of_options, *captured, *others, *blocks, out)
     found = _add_arrays(every, key, pointers)
     if found is None:
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copyreg
 import functools
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from fa_numba import device
@@ -13,9 +13,11 @@ from fa_numba.checks import check_grid_size, one_of
 from fa_numba.choices.requests import Choices, Request
 from fa_numba.choices.splits import check_group_splits
 from fa_numba.choices.units import UNITS, Unit, having, pass_of, unit_of
+from fa_numba.dtypes import UNSCALED
 from fa_numba.host import flash, standard
 from fa_numba.host.plans import Plan
 from fa_numba.mods.blocks import BlockMask
+from fa_numba.options import Features, argument_of
 from fa_numba.problem import Problem
 from fa_numba.tiling import Tiles
 
@@ -104,6 +106,9 @@ def _check_problem(request: Request) -> None:
         check_grid_size(name, size)
     if problem.precision != "ieee":
         _check_precision(request)
+    if request.dtype.scaled:
+        _check_scaled(request)
+        return
     if problem.pages is None:
         return
     if choices.passes == "bwd":
@@ -120,6 +125,39 @@ def _check_problem(request: Request) -> None:
             "tiles.Bc must be a multiple of 16 with a block_table (pages have multiples of 16 "
             f"rows), got {choices.tiles.Bc}"
         )
+
+
+# Features of calls with e4m3 arrays, by algorithm.
+_WITH_SCALES = {
+    "fa1": ("scales", "causal", "window", "softcap", "q_lens"),
+    "fa2": ("scales", "causal", "window", "softcap", "q_lens", "kv_lens", "splits"),
+}
+
+
+def _check_scaled(request: Request) -> None:
+    """Raise ValueError if no kernel supports e4m3 arrays for the request."""
+    p, (algorithm, passes) = request.problem, request.kernel
+    if passes == "bwd" or algorithm == "standard":
+        raise ValueError(
+            f"q, k and v must be {one_of(UNSCALED)} in {pass_of(passes)} of algorithm "
+            f"{algorithm!r}, got {p.dtype}, which is for the forward pass of algorithms 'fa1' and "
+            "'fa2'"
+        )
+    on = (f.name for f in fields(Features) if getattr(request.features, f.name))
+    found = _WITH_SCALES[algorithm]
+    lacking = next((name for name in on if name not in found), "")
+    if lacking:
+        raise ValueError(
+            f"{argument_of(lacking)} cannot be given with {p.dtype} arrays in algorithm "
+            f"{algorithm!r}, which then takes the options {one_of(map(argument_of, found[1:]))}; "
+            "pass float16 or bfloat16 arrays"
+        )
+    for name, d in (("q and k", p.head_dim), ("v", p.d_v)):
+        if d % request.dtype.chunk:
+            raise ValueError(
+                f"head_dim of {name} must be a multiple of {request.dtype.chunk} for {p.dtype}, "
+                f"got {d}; pad the arrays with zeros"
+            )
 
 
 def _check_precision(request: Request) -> None:

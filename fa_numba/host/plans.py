@@ -329,7 +329,7 @@ class Plan(LaunchPlan):
         p, choices = request.problem, request.choices
         forward = choices.passes == "fwd"
         if forward:
-            O, L = Buffer("O", p.o_shape, p.dtype), Buffer("L", p.lse_shape)
+            O, L = Buffer("O", p.o_shape, p.o_dtype), Buffer("L", p.lse_shape)
             outputs = [O, L] if choices.return_lse else [O]
         else:
             # Thread blocks add to these arrays, which must be 0 at the start.

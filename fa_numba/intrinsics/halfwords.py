@@ -1,6 +1,7 @@
-"""Operations on the two 16-bit halves of 32-bit words, as unsigned numbers.
+"""Operations on the two 16-bit halves of 32-bit words, as unsigned numbers, and on their bytes.
 
-The PTX instructions are ``max.u16x2``, ``add.u16x2`` and ``min.u16x2``, which need sm_90.
+The PTX instructions for halves are ``max.u16x2``, ``add.u16x2`` and ``min.u16x2``, which need
+sm_90.
 """
 
 import numpy as np
@@ -36,3 +37,25 @@ def larger_halves(typingctx, words, than, less):
     min(max(words, than) + less, 1) in each half.
     """
     return of_registers(_TEXT, types.uint32, words, than, less)
+
+
+def _permute_bytes(a, b, selector):
+    """Emulate ``permute_bytes``."""
+    both = np.asarray(a, np.int64) | np.asarray(b, np.int64) << 32
+    made = np.zeros_like(both)
+    for n in range(4):
+        byte = both >> 8 * (np.asarray(selector, np.int64) >> 4 * n & 7) & 0xFF
+        made = made | byte << 8 * n
+    return made if made.ndim else int(made)
+
+
+@emulated_by(_permute_bytes)
+@intrinsic
+def permute_bytes(typingctx, a, b, selector):
+    """Return a word of four of the bytes of ``a`` and ``b``: ``prmt.b32``.
+
+    Byte n of the result is the byte whose number is in bits 4 n to 4 n + 2 of ``selector``. The
+    next bit must be 0. Bytes 0 to 3 are those of ``a``, and bytes 4 to 7 are those of ``b``. All
+    arguments are uint32.
+    """
+    return of_registers("prmt.b32 $0, $1, $2, $3;", types.uint32, a, b, selector)

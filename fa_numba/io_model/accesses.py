@@ -11,7 +11,7 @@ from fa_numba.problem import Problem
 
 ELEMENT_BYTES = DTYPES["float32"].bytes
 # Arrays that have the problem's dtype. Other arrays are float32.
-_OF_ONE_DTYPE = frozenset(("Q", "K", "V", "O", "S", "P", "dO", "dQ", "dK", "dV", "dP", "dS"))
+_OF_ONE_DTYPE = frozenset(("Q", "K", "V", "VT", "O", "S", "P", "dO", "dQ", "dK", "dV", "dP", "dS"))
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from fa_numba.dtypes import DTYPES
 from fa_numba.integers import ceil_div
 from fa_numba.io_model.accesses import Accesses, add_up, check_dbias, count, sink_gradients
 from fa_numba.io_model.planes import of_planes, rows_loaded
+from fa_numba.io_model.turned import values_loaded, with_turned_values
 from fa_numba.io_model.visits import (
     rows_read,
     rows_started,
@@ -99,7 +100,8 @@ def fa1(
     block mask it does not store A.
 
     If float32 is split in planes, rows of Q, K and V have more elements; see the module
-    `fa_numba.io_model.planes`.
+    `fa_numba.io_model.planes`. For e4m3, V is stored by columns first; see the module
+    `fa_numba.io_model.turned`.
 
     Examples
     --------
@@ -128,7 +130,7 @@ def fa1(
     loads = {
         "Q": moved.rows * row,
         "K": by_split.columns * row,
-        "V": by_split.columns * row_v,
+        "V": values_loaded(problem, tiles, by_split.columns, by_split.tiles) * row_v,
         "bias": visits.pairs if problem.bias else 0,
         kept: rows_read(problem, out) * d_v,
         "l": read + lse,
@@ -138,7 +140,8 @@ def fa1(
     if kept == "A":
         stores["A"] -= (moved.rows_once + started * problem.sparse) * d_v
         stores["O"] = (moved.rows_once + started) * d_v
-    return of_planes(problem, tiles, count(problem, loads, stores), boxes=boxes)
+    found = of_planes(problem, tiles, count(problem, loads, stores), boxes=boxes)
+    return with_turned_values(problem, tiles, found)
 
 
 def fa1_backward(

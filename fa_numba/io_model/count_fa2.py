@@ -10,6 +10,7 @@ from fa_numba.dtypes import DTYPES, PRECISIONS
 from fa_numba.io_model.accesses import Accesses, add_up, check_dbias, count, sink_gradients
 from fa_numba.io_model.paging import table_reads
 from fa_numba.io_model.planes import of_planes, rows_loaded
+from fa_numba.io_model.turned import values_loaded, with_turned_values
 from fa_numba.io_model.visits import columns_visited, visit_sums, whole_sums
 from fa_numba.problem import BlockSizes, Problem
 
@@ -93,7 +94,8 @@ def fa2(
         L       -                 N_q'
 
     If float32 is split in planes, rows of Q, K and V have more elements; see the module
-    `fa_numba.io_model.planes`.
+    `fa_numba.io_model.planes`. For e4m3, V is stored by columns first; see the module
+    `fa_numba.io_model.turned`.
 
     With pages the block table is read too, once for K and once for V; see
     `fa_numba.io_model.paging.table_reads`. If `problem` does not contain the lengths, because they
@@ -118,7 +120,7 @@ def fa2(
     loads = {
         "Q": kv_splits * head.rows * row,
         "K": columns * row,
-        "V": columns * row_v,
+        "V": values_loaded(problem, tiles, columns, visits.tiles) * row_v,
         "bias": visits.pairs if problem.bias else 0,
     }
     if problem.page_size is not None:
@@ -132,7 +134,8 @@ def fa2(
     results, sums = {"O": rows * d_v, "L": rows}, {}
     if kv_splits > 1:
         sums = {"A": kv_splits * rows * d_v, "l": kv_splits * rows, "m": kv_splits * rows}
-    return of_planes(problem, tiles, count(problem, loads | sums, results | sums), boxes=boxes)
+    found = of_planes(problem, tiles, count(problem, loads | sums, results | sums), boxes=boxes)
+    return with_turned_values(problem, tiles, found)
 
 
 def with_prefix(

@@ -10,6 +10,7 @@ from fa_numba.dtypes import CHUNK_BYTES, DTYPES, PRECISIONS
 from fa_numba.integers import round_up
 from fa_numba.io_model.accesses import ELEMENT_BYTES
 from fa_numba.io_model.planes import rows_loaded
+from fa_numba.io_model.turned import elements_of_turned
 from fa_numba.io_model.visits import ALGORITHMS, PASSES, blocks_of, distinct_heads
 from fa_numba.problem import Problem
 
@@ -239,10 +240,11 @@ def workspace(
         keys = keys if query_splits > 1 else 0
         return ELEMENT_BYTES * (rows * kept + keys * (kept + kept_v))
     if algorithm == "fa1":
-        return ELEMENT_BYTES * rows * (2 + kept) + _planes(problem, rows)
+        others = _planes(problem, rows) + elements_of_turned(problem)
+        return ELEMENT_BYTES * rows * (2 + kept) + others
     of_splits = kv_splits * (round_up(problem.d_v, 2) + 2) if kv_splits > 1 else 0
     found = ELEMENT_BYTES * rows * (of_splits + (0 if return_lse else 1))
-    return found + _planes(problem, rows)
+    return found + _planes(problem, rows) + elements_of_turned(problem)
 
 
 def _planes(problem: Problem, rows: int, backward: bool = False) -> int:

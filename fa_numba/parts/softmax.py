@@ -213,18 +213,24 @@ def make_row_maximum(spec):
     The result is the larger one of two numbers: the argument ``m``, which is the maximum of the
     columns before this tile, and the maximum of the row in this tile. The lanes that share the row
     exchange their maxima. With ``spec.folds_scale``, rS holds products without the scale, and their
-    maximum is multiplied by ``scale``.
+    maximum is multiplied by ``scale``. m is smaller than the largest score by ``spec.p_exponent``.
     """
     TN, TX, STEP, folds = spec.TN, spec.tx_count, spec.lane_step, spec.folds_scale
+    EXPONENT, lowers = float32(spec.p_exponent), spec.p_exponent > 0
+    starts = folds or lowers
 
     def row_maximum(rS, i, scale, m):
         m_new = m
-        if folds:
+        if starts:
             m_new = NEG_INF
         for j in range(TN):
             m_new = maximum(m_new, rS[i * TN + j])
         if folds:
-            m_new = maximum(m, m_new * scale)
+            m_new = m_new * scale
+        if lowers:
+            m_new = m_new - EXPONENT
+        if starts:
+            m_new = maximum(m, m_new)
         m_new = max_of_lanes(m_new, TX, STEP)
         return m_new
 

@@ -90,6 +90,19 @@ class Spec(ABC):
         return self.features.planes
 
     @property
+    def per_half(self) -> int:
+        """Number of elements of Q, K and V in 16 bits: 2 for e4m3, otherwise 1."""
+        return 1
+
+    @property
+    def p_exponent(self) -> float:
+        """The exponent by which P is larger than e^(S - m): P is 2^(S - m + p_exponent).
+
+        The kernel subtracts it from m. The stored m, l and O then need no further factor.
+        """
+        return 0.0
+
+    @property
     def head_rows(self) -> int:
         """Number of rows of each query head in a row tile."""
         return self.Br // self.tile_heads

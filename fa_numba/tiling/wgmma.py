@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias, TypeVar
 
 from fa_numba.checks import one_of
+from fa_numba.dtypes import DTYPES
 from fa_numba.integers import ceil_div
 from fa_numba.options import Features
 from fa_numba.tiling.spec import Spec, check_shared, with_threads
@@ -18,6 +19,8 @@ from fa_numba.tiling.tiles import Tiles
 GROUP = 128  # threads of a warpgroup
 GROUP_ROWS = 64  # rows of S that a warpgroup takes
 PANEL = 64  # columns of 16-bit elements in 128 bytes
+# The exponent of P in e4m3. P is 2^(S - m + 8) and at most 256, so that it uses the range of e4m3.
+P_EXPONENT = 8.0
 WORK_WORDS = 4  # words of a work tile: number, first row, head, batch entry together with the split
 # Number of consumers -> registers of a producer thread, and of a consumer thread.
 REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
@@ -122,6 +125,10 @@ class WgmmaSpec(Spec):
     q_stages   number of slots for tiles of Q
     blocks     number of thread blocks that share a multiprocessor
     ablated    the measures in ``WGMMA_MEASURES`` that are switched off
+    out_dtype  dtype of O; "" stands for ``dtype``
+
+    In e4m3, kernels move two neighbouring elements as one 16-bit element. V is then stored with one
+    row for each column of the head, see ``kernels/turned_values.py``.
     """
 
     dtype: str = "float16"
@@ -129,12 +136,39 @@ class WgmmaSpec(Spec):
     q_stages: int = 2
     blocks: int = 1
     ablated: tuple[str, ...] = ()
+    out_dtype: str = ""
 
     key_pieces = (1, 1)
     loading_threads = 1
     row_step = 8
     column_width = 2
     column_step = 8
+
+    @property
+    def per_half(self) -> int:
+        return 2 // DTYPES[self.dtype].bytes
+
+    @property
+    def p_exponent(self) -> float:
+        return P_EXPONENT if self.per_half > 1 else 0.0
+
+    @property
+    def output(self) -> str:
+        """The dtype of O."""
+        return self.out_dtype or self.dtype
+
+    @property
+    def stores_floats(self) -> bool:
+        """Whether O is written from registers to global memory in float32, without a box."""
+        return self.planes > 1 or self.output == "float32"
+
+    @property
+    def value_ends(self) -> bool:
+        """Whether sequences can end before the end of V's array as the kernel reads it.
+
+        For e4m3, the array is a workspace. It contains zeros after the end of each sequence.
+        """
+        return self.key_ends and self.per_half == 1
 
     @property
     def takes_turns(self) -> bool:
@@ -250,7 +284,7 @@ class WgmmaSpec(Spec):
     @property
     def plane_panels(self) -> int:
         """Number of panels (64 columns) of one plane of a row of Q or K."""
-        return ceil_div(self.head_dim, PANEL)
+        return ceil_div(self.head_dim, PANEL * self.per_half)
 
     @property
     def plane_panels_v(self) -> int:
@@ -273,23 +307,35 @@ class WgmmaSpec(Spec):
         return self.planes * self.plane_panels_v
 
     @property
+    def value_tile(self) -> tuple[int, int]:
+        """Rows in memory of a tile of V, and the number of panels of a row.
+
+        A row contains the columns of a key. For e4m3, a row contains the keys of a column instead.
+        """
+        if self.per_half > 1:
+            return self.columns, ceil_div(self.Bc, PANEL * self.per_half)
+        return self.Bc, self.panels_v
+
+    @property
     def tile_halves(self) -> tuple[int, int, int]:
         """Numbers of 16-bit elements of a slot of Q, of a slot of K, and of a slot of V.
 
-        A slot of Q also holds O before O is written to global memory.
+        A slot of Q also holds O before O is written to global memory, unless Q is in e4m3 and O in
+        float32.
         """
-        of_q = max(self.panels, self.panels_v)
+        of_o = 0 if self.per_half > 1 and self.stores_floats else self.panels_v
+        rows, panels = self.value_tile
         return (
-            of_q * PANEL * self.Br,
+            max(self.panels, of_o) * PANEL * self.Br,
             self.panels * PANEL * self.Bc,
-            self.panels_v * PANEL * self.Bc,
+            panels * PANEL * rows,
         )
 
     @property
     def tile_registers(self) -> tuple[int, int, int]:
         """Numbers of registers of a thread for its parts of S, of O, and of P.
 
-        A register of P contains two 16-bit elements.
+        A register of P contains two 16-bit elements or four elements of e4m3.
         """
         return self.TM * self.TN, self.TM * self.DN * 4, self.p_registers
 
@@ -378,8 +424,8 @@ class WgmmaSpec(Spec):
 
     @property
     def p_registers(self) -> int:
-        """Number of registers of a thread for its part of P in 16 bits, of all planes."""
-        return self.planes * self.TM * self.TN // 2
+        """Number of registers of a thread for its part of P, of all planes."""
+        return self.planes * self.TM * self.TN // (2 * self.per_half)
 
     @property
     def slots_name_next(self) -> bool:
@@ -417,7 +463,7 @@ def within_registers(
     ``facts`` are the fields of the spec except the sizes. Raise ValueError in these cases:
 
     - Br is not 64, 128 or 192.
-    - Bc is not a multiple of 16, or above 256.
+    - Bc is not a multiple of 16, or above 256. For e4m3, Bc is not 128 or 256.
     - ``tiles.threads`` is a number, but not the number of threads of the spec.
     - The tiles do not fit in registers.
     """
@@ -428,6 +474,11 @@ def within_registers(
             f"up to 256, got Br={tiles.Br}, Bc={tiles.Bc}"
         )
     spec = kind(head_dim, tiles.Br, tiles.Bc, 4, tiles.Br // 2, **facts)  # type: ignore[arg-type]
+    if spec.per_half > 1 and tiles.Bc % (PANEL * spec.per_half):
+        raise ValueError(
+            f"tiles.Bc must be 128 or 256 for {spec.dtype} on unit 'wgmma', got {tiles.Bc}; choose "
+            "one of these, or tiles=None"
+        )
     with_threads([spec], tiles, " on unit 'wgmma'")
     if not spec.fits_registers:
         raise ValueError(

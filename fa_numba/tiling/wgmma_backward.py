@@ -126,6 +126,11 @@ class WgmmaBackwardSpec(GradientSpec):
     wide = False
 
     @property
+    def output(self) -> str:
+        """The dtype of dQ, dK and dV."""
+        return self.dtype
+
+    @property
     def reasons(self) -> dict[str, str]:
         return {"variant": str(self.variant)}
 

@@ -384,9 +384,13 @@ OF_OPTIONS = {
     "check_table": (True, False), "dropout_p": (0.1, 0.2), "seed": (1, 2), "offset": (1, 2),
     "block_mask": (np.ones((2, 2), bool), np.eye(2, dtype=bool)),
     "layout": ("bhnd", "bnhd"), "precision": ("fp16x3", "bf16x3"),
+    "q_scale": (0.5, np.zeros((2, 2), np.float32)), "k_scale": (0.5, 0.25),
+    "v_scale": (np.zeros((1, 2), np.float32), np.zeros((2, 2), np.float32)),
+    "out_dtype": ("float16", "float32"),
 }  # fmt: skip
 PLAIN = Choices("fa2")
 ON_GPU = ("bias", "attn_mask", "alibi_slopes", "sinks", "block_table")
+ON_GPU += ("q_scale", "k_scale", "v_scale")
 WORDS = {"seed", "offset"}
 
 
@@ -396,7 +400,8 @@ def key_of(gpu, torch):
     q, k, v = map(on_gpu, inputs())
 
     def key(choices=PLAIN, out=None, q=q, **options):
-        options = {n: on_gpu(x) if n in ON_GPU else x for n, x in options.items()}
+        arrays = {n: x for n, x in options.items() if n in ON_GPU and hasattr(x, "shape")}
+        options |= {n: on_gpu(x) for n, x in arrays.items()}
         call = launch_cache.describe_call(choices, (q, k, v), options, out)
         return None if call is None else call.key
 
@@ -603,7 +608,7 @@ REFUSED = {
     "dtype": (
         {"dtype": "torch.float64"},
         TypeError,
-        "q must be float32, float16 or bfloat16, got float64",
+        "q must be float32, float16, bfloat16 or float8_e4m3fn, got float64",
     ),
 }
 

@@ -169,6 +169,8 @@ def compare(module, name, given, change, monkeypatch):
             pair = row // (1, 4, 16)[len(values)] % 4
             pair = np.array((pair, pair[::-1])) * (1 if letter == "u" else -1) & 0xFFFF
             x, kind = pair[1] << 16 | pair[0], types.uint32
+        elif letter == "p":  # the numbers of four bytes
+            x, kind = sum((row * (n + 1) + n) % 8 << 4 * n for n in range(4)), types.uint32
         elif letter == "b":
             x, kind, ty = row % 3 == 0, types.boolean, ir.IntType(1)
         elif letter in "rh":  # a row, and a head
@@ -213,6 +215,7 @@ CASES = {
     "inverse_power": (arithmetic, "x"),
     "opaque": (arithmetic, "w"),
     "larger_halves": (halfwords, "uuU"),
+    "permute_bytes": (halfwords, "wwp"),
     "pack_f16": (matrix, "XX"),
     "pack_bf16": (matrix, "XX"),
     "pack_positive_f16": (matrix, "XX"),
@@ -275,6 +278,7 @@ FAULTS = [
     ("larger_halves", "0x10001", "0x20001"),
     ("larger_halves", "$2; add", "$1; add"),
     ("larger_halves", "t, t, $3", "t, t, $2"),
+    ("permute_bytes", "$1, $2", "$2, $1"),
     ("inverse_power", "0x7f800000", "0x7fc00000"),
     ("inverse_power", "0x7f000000", "0x7f800000"),
     ("pack_f16", "$2, $1", "$1, $2"),

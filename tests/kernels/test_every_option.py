@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import random_calls
 import test_calls
+import test_e4m3
 from options_helpers import SMALL
 from test_prefix import call_of
 
@@ -27,6 +28,7 @@ ELSEWHERE = {
     "layout": "test_inputs.test_a_layout_changes_where_axes_lie_and_nothing_else",
     "precision": "test_precision.test_results_and_counts",
     "block_table": "test_pages.test_sequences_share_the_pages_of_a_prefix",
+    **dict.fromkeys(test_e4m3.OPTIONS, "test_e4m3.test_results_and_counts"),
     "check_table": "test_append_kv.test_integers_on_a_gpu_are_read_when_they_are_to_be_checked",
 }
 # K and V in pages are read by the loop order "Q outer" only: test_pages tests that FA-1 refuses.
@@ -43,6 +45,7 @@ def drawn():
         draw = (random_calls.DRAWS | random_calls.MORE_DRAWS)[name]
         for _ in range(8):  # one draw of lengths is of queries, or of keys, or of both
             names |= draw(rng, SHAPE, SMALL).keys()
+    names |= {x for number in range(40) for x in test_e4m3.random_call(0, number)[-1]}
     for lies in {kind.prefix for kind in kinds} - {""}:
         names |= call_of("float32", SHAPE, 5, lies, {})[2].keys()
     return names

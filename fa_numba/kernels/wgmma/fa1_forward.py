@@ -132,8 +132,10 @@ def make_forward(spec):
         fa1_state.write_logsumexp(rl, rm, out.L, out, own_first, out.rows, head, thread)
 
     queries, keys = tiled_type(4, spec.query_ends), tiled_type(4, spec.key_ends)
-    out = boxed_type(spec.planes, 4, spec.features.packed)
-    arrays = [queries, keys, keys, out, out, *[array_type(3)] * 3]
+    values = tiled_type(4, spec.value_ends)
+    out = boxed_type(spec.stores_floats, 4, spec.features.packed)
+    sums = boxed_type(spec.planes > 1, 4, spec.features.packed)
+    arrays = [queries, keys, values, out, sums, *[array_type(3)] * 3]
 
     @cuda.jit(arguments(arrays, 1, 2, spec.features.argument_type), *spec.launch)
     def fa1_forward(Q, K, V, O, A, L, l, m, scale, group, split_rows, options):

@@ -164,8 +164,9 @@ def make_forward(spec):
             q_stage, q_phase = q_pipeline.next(q)
 
     queries, keys = tiled_type(4, spec.query_ends), tiled_type(4, spec.key_ends)
-    out = boxed_type(spec.planes, 4, spec.features.packed)
-    arrays = [queries, keys, keys, out, array_type(3), array_type(1, types.int32)]
+    values = tiled_type(4, spec.value_ends)
+    out = boxed_type(spec.stores_floats, 4, spec.features.packed)
+    arrays = [queries, keys, values, out, array_type(3), array_type(1, types.int32)]
 
     @cuda.jit(arguments(arrays, 1, 1, spec.features.argument_type), *spec.launch)
     def fa2_forward(Q, K, V, O, L, taken, scale, group, options):

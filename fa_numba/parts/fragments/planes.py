@@ -117,11 +117,15 @@ def make_score_factor(spec):
     planes is multiplied.
 
     The result of the multiplication is ``scale`` times Q KT. Normally the factor is ``scale``. With
-    scaled planes, the factor also undoes the powers of two of Q and K.
+    scaled planes, the factor also undoes the powers of two of Q and K. For e4m3, it contains the
+    scales of Q and K.
     """
-    scaled, packed = spec.features.scaled, spec.features.packed
+    scaled, packed, scales = spec.features.scaled, spec.features.packed, spec.features.scales
 
     def score_factor(scale, head):
+        if scales:
+            options = head.options
+            scale *= options.q_scale[head.b, head.h] * options.k_scale[head.b, head.hk]
         if scaled:
             options, b = head.options, uint32(0) if packed else head.b
             scale *= options.q_power[b, head.h] * options.k_power[b, head.hk]

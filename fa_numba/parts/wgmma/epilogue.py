@@ -72,18 +72,29 @@ def make_write_queries(spec):
     Normally O is rounded to 16 bits and stored in shared memory, in the warpgroup's own rows of a
     slot of Q. The copy engine copies it from there to global memory. Rows beyond the array or
     beyond a packed sequence are not written. The warpgroup's first thread waits until the copy
-    engine has read the slot. With planes, O is float32 and is written from registers directly.
+    engine has read the slot. If O is float32, it is written from registers directly.
     """
-    NQ, floats = spec.tile_halves[0], spec.planes > 1
+    if spec.stores_floats:
+        return _make_write_queries_directly(spec)
+    NQ = spec.tile_halves[0]
     write = make_write_tile(spec, make_query_box(spec, spec.features.packed))
+
+    def write_queries(rO, sQ, slot, O, row0, head, thread):
+        write(rO, sQ, uint32(slot.stage * NQ), O, row0, head, thread)
+
+    return write_queries
+
+
+@part
+def _make_write_queries_directly(spec):
+    """Make the function ``write_queries(rO, sQ, slot, O, row0, head, thread)`` that
+    ``make_write_queries`` describes, for O in float32.
+    """
     write_floats, sync_group = make_write_floats(spec), make_sync_group(spec)
 
     def write_queries(rO, sQ, slot, O, row0, head, thread):
-        if floats:
-            sync_group(thread.w)  # this warpgroup has read Qi
-            write_floats(rO, O, row0, head, thread)
-        else:
-            write(rO, sQ, uint32(slot.stage * NQ), O, row0, head, thread)
+        sync_group(thread.w)  # this warpgroup has read Qi
+        write_floats(rO, O, row0, head, thread)
 
     return write_queries
 
@@ -128,7 +139,7 @@ def _make_round_rows(spec):
     """
     TM, DN4, Br, STEP = spec.TM, 4 * spec.DN, spec.Br, spec.row_step
     sync_group, ROWS = make_sync_group(spec), spec.consumer_rows
-    pack, _ = CONVERSIONS[DTYPES[spec.dtype].matrix]
+    pack, _ = CONVERSIONS[DTYPES[spec.output].matrix]
 
     def round_rows(rO, sQ, at, thread):
         own = uint32(at + PANEL * ROWS * thread.w)

@@ -52,6 +52,7 @@ from fa_numba.parts.wgmma.pipeline import (
     make_release_by,
     make_wait,
 )
+from fa_numba.parts.wgmma.planes import make_write_floats
 from fa_numba.parts.wgmma.products import make_unscale_output
 from fa_numba.tiling.wgmma import GROUP_ROWS
 from fa_numba.tiling.wgmma_fa1 import FLOAT_PANEL
@@ -356,6 +357,25 @@ def _make_write_sums(spec):
 
 
 @part
+def _make_write_result(spec):
+    """Make ``write_result(rO, sQ, at, O, row0, head, thread)``, which writes a consumer's rows of O
+    to the array O.
+
+    Normally it is ``write_tile``, which rounds O to 16 bits. For e4m3 inputs, the array can be
+    float32. The rows are then written from registers directly.
+    """
+    if not spec.stores_floats or spec.planes > 1:
+        return make_write_tile(spec, whole_box)
+    write_floats, sync_group = make_write_floats(spec), make_sync_group(spec)
+
+    def write_result(rO, sQ, at, O, row0, head, thread):
+        sync_group(thread.w)  # this warpgroup has read its slots
+        write_floats(rO, O, row0, head, thread)
+
+    return write_result
+
+
+@part
 def make_initialise(spec):
     """Make ``initialise(rO, rl, rm, shared, out, tile)``, which writes the first values of O, l and
     m to global memory, before the loops of the kernel begin.
@@ -373,7 +393,7 @@ def make_initialise(spec):
     The row tiles are those of the block from row ``tile.i0`` on. Each consumer writes its own rows.
     """
     Br, start, initialises = spec.Br, make_start(spec), spec.features.initialises
-    write_tile, write_sums = make_write_tile(spec, whole_box), _make_write_sums(spec)
+    write_tile, write_sums = _make_write_result(spec), _make_write_sums(spec)
     write_values, is_unseen, sparse = make_write(spec), make_is_unseen(spec), spec.features.sparse
     sync_group, ROWS = make_sync_group(spec), GROUP_ROWS
     query_rows, write_fragments = make_query_rows(spec), make_write_fragments(spec)
@@ -431,13 +451,16 @@ def make_write_state(spec):
     if spec.planes > 1:
         return _make_write_state_in_place(spec)
     NQ, NO, write_values = spec.tile_halves[0], spec.tile_floats, make_write(spec)
-    write_tile, write_sums = make_write_tile(spec, whole_box), _make_write_sums(spec)
+    write_tile, write_sums = _make_write_result(spec), _make_write_sums(spec)
     own_of, release_q = make_own(spec.pipelines.q), make_release(spec.pipelines.q)
     release_o, normalise_rows = make_release_by(spec.pipelines.o), make_normalise_rows(spec)
+    scales, unscale_output = spec.features.scales, make_unscale_output(spec)
 
     def write_state(rO, rl, rm, shared, slot, out, more, tile):
         head, thread, own = tile.head, tile.thread, own_of(slot, tile.thread.w)
         normalise_rows(rO, rl)
+        if scales and not more:
+            unscale_output(rO, head)
         if more:
             at = uint32(slot.stage * NO)
             write_sums(rO, shared.sO, at, out.A, tile.i0, head, thread)

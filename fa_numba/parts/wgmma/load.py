@@ -61,7 +61,8 @@ def make_q(spec):
     """
     (NQ, _, _), facts, ROWS = spec.tile_halves, spec.pipelines.q, GROUP_ROWS
     load = make_tile_of_queries(spec, GROUP_ROWS)
-    load_own = make_own_tile(spec.Br, spec.panels, PANEL, NQ, facts, make_query_box(spec))
+    sizes, find = (spec.Br, spec.panels, PANEL, NQ), make_query_box(spec)
+    load_own = make_own_tile(*sizes, facts, find, spec.per_half)
     own_of, acquire = make_own(facts), make_acquire(facts)
 
     def q(shared, Q, i0, head, slot, w):
@@ -92,7 +93,29 @@ def make_v(spec):
     Rows beyond the sequence become 0. If they contained NaN, the product with P = 0 would be NaN.
     ``pages`` are the pages that ``look_up`` has found.
     """
+    if spec.per_half > 1:
+        return _make_turned_v(spec)
     return _make_columns(spec, spec.pipelines.v.full, spec.panels_v)
+
+
+@part
+def _make_turned_v(spec):
+    """Make ``v(sV, V, j0, head, pages, bars, slot)``, which starts to load Vj by columns.
+
+    A row of the array V contains all keys of one column, and zeros after the end of the sequence
+    (``kernels/turned_values.py``). ``pages`` is not used.
+    """
+    (ROWS, panels), NV, full = spec.value_tile, spec.tile_halves[2], spec.pipelines.v.full
+    WIDE, size = PANEL * spec.per_half, 2 * spec.tile_halves[2]
+
+    def v(sV, V, j0, head, pages, bars, slot):
+        at, barrier = uint32(slot.stage * NV), full + slot.stage
+        expect_bytes(bars, barrier, size)
+        for n in range(panels):
+            place, col = uint32(at + PANEL * ROWS * n), uint32(j0 + WIDE * n)
+            load_box(sV, place, V, head.b, head.hk, 0, col, bars, barrier)
+
+    return v
 
 
 @part
@@ -148,8 +171,8 @@ def make_tile_of_queries(spec, box):
 
     A TMA box has ``box`` rows. ``make_tile`` explains the tile.
     """
-    find = make_query_box(spec)
-    return make_tile(spec.Br, box, spec.panels, find, spec.tile_heads)
+    find, wide = make_query_box(spec), PANEL * spec.per_half
+    return make_tile(spec.Br, box, spec.panels, find, spec.tile_heads, wide)
 
 
 @part
@@ -159,18 +182,19 @@ def make_tile_of_keys(spec, panels):
 
     ``panels`` is the number of boxes of 64 columns in a row. ``make_tile`` explains the tile.
     """
-    return make_tile(spec.Bc, spec.Bc, panels, make_key_box(spec))
+    find, wide = make_key_box(spec), PANEL * spec.per_half
+    return make_tile(spec.Bc, spec.Bc, panels, find, 1, wide)
 
 
 @part
-def make_tile(rows, box, panels, find, heads=1):
+def make_tile(rows, box, panels, find, heads=1, wide=PANEL):
     """Make ``tile(sT, at, T, row0, head, bars, barrier)``, which starts to load a tile of ``rows``
     rows into sT.
 
-    The tile consists of boxes. Each box has ``box`` rows, and ``panels`` boxes are side by side.
-    ``find(T, row0, head)`` returns the ``Box`` of the first row. The barrier completes only after
-    all bytes have arrived. If ``heads`` is above 1, several heads share the tile, and a box
-    contains rows of all these heads.
+    The tile consists of boxes. Each box has ``box`` rows of ``wide`` elements (128 bytes), and
+    ``panels`` boxes are side by side. ``find(T, row0, head)`` returns the ``Box`` of the first row.
+    The barrier completes only after all bytes have arrived. If ``heads`` is above 1, several heads
+    share the tile, and a box contains rows of all these heads.
     """
     size, step, members = 2 * PANEL * panels * rows, box // heads, heads > 1
 
@@ -183,25 +207,26 @@ def make_tile(rows, box, panels, find, heads=1):
                 row = uint32(first.row + r * step)
                 if members:
                     load_box_5d(
-                        sT, place, T, first.outer, first.inner, row, 0, PANEL * n, bars, barrier
+                        sT, place, T, first.outer, first.inner, row, 0, wide * n, bars, barrier
                     )
                 else:
-                    load_box(sT, place, T, first.outer, first.inner, row, PANEL * n, bars, barrier)
+                    load_box(sT, place, T, first.outer, first.inner, row, wide * n, bars, barrier)
 
     return tile
 
 
 @part
-def make_own_tile(Br, panels, width, tile, facts, find):
+def make_own_tile(Br, panels, width, tile, facts, find, per_element=1):
     """Make ``load(sT, T, row0, head, bars, slot, w)``, which starts to load the 64 rows of consumer
     w into the consumer's part of a slot.
 
-    The slot has ``tile`` elements. A row consists of ``panels`` boxes of ``width`` columns (128
-    bytes). ``Br`` is the number of rows of the complete tile. ``facts`` is the
-    ``tiling.wgmma.Pipeline`` to which the slot belongs. ``find(T, row0, head)`` returns the ``Box``
-    of the first row.
+    The slot has ``tile`` elements. A row consists of ``panels`` boxes of ``width`` elements (128
+    bytes). Each of these contains ``per_element`` columns of T. ``Br`` is the number of rows of the
+    complete tile. ``facts`` is the ``tiling.wgmma.Pipeline`` to which the slot belongs. ``find(T,
+    row0, head)`` returns the ``Box`` of the first row.
     """
     size, full, groups = 128 * GROUP_ROWS * panels, facts.full, facts.groups
+    wide = per_element * width
 
     def load(sT, T, row0, head, bars, slot, w):
         barrier = uint32(full + uint32(slot.stage * groups + w))
@@ -210,7 +235,7 @@ def make_own_tile(Br, panels, width, tile, facts, find):
         box = find(T, row0, head)
         for n in range(panels):
             place = uint32(own + width * Br * n)
-            load_box(sT, place, T, box.outer, box.inner, box.row, width * n, bars, barrier)
+            load_box(sT, place, T, box.outer, box.inner, box.row, wide * n, bars, barrier)
 
     return load
 

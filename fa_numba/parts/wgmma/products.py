@@ -8,6 +8,7 @@ from functools import cache
 from fa_numba.device import cuda, float32, uint32
 from fa_numba.dtypes import DTYPES
 from fa_numba.integers import ceil_div
+from fa_numba.intrinsics.float8 import pack_e4m3
 from fa_numba.intrinsics.matrix import CONVERSIONS, PACK_POSITIVE
 from fa_numba.intrinsics.warpgroup import MULTIPLY, MULTIPLY_REGISTERS, STEP, wait_products
 from fa_numba.parts.dropout import make_scale_kept
@@ -58,7 +59,7 @@ def make_multiply(spec):
 
     These rows begin at element ``first`` of sQ. The tile of K begins at element ``at`` of sK.
     """
-    Br, Bc, STEPS = spec.Br, spec.Bc, ceil_div(spec.head_dim, STEP)
+    Br, Bc, STEPS = spec.Br, spec.Bc, ceil_div(spec.head_dim, STEP * spec.per_half)
     multiply = MULTIPLY[DTYPES[spec.dtype].matrix]
 
     def multiply_rows(rS, sQ, first, sK, at):
@@ -71,13 +72,14 @@ def make_multiply(spec):
 def make_add_product(spec):
     """Make ``add_product(rO, rP, sV, at)``, which begins the product O += P V.
 
-    P is in the registers rP. The tile of V begins at element ``at`` of sV.
+    P is in the registers rP. The tile of V begins at element ``at`` of sV. In 16 bits, the
+    instruction transposes V. It cannot transpose e4m3, so that V is stored by columns.
     """
-    d, Bc, STEPS = spec.columns, spec.Bc, spec.Bc // STEP
-    multiply = MULTIPLY_REGISTERS[DTYPES[spec.dtype].matrix]
+    d, STEPS, ROWS = spec.columns, spec.Bc // (STEP * spec.per_half), spec.value_tile[0]
+    multiply, across = MULTIPLY_REGISTERS[DTYPES[spec.dtype].matrix], int(spec.per_half == 1)
 
     def add_product(rO, rP, sV, at):
-        multiply(rO, d, rP, 0, sV, at, Bc, 1, STEPS, 1)
+        multiply(rO, d, rP, 0, sV, at, ROWS, across, STEPS, 1)
 
     return add_product
 
@@ -178,10 +180,25 @@ def make_unscale_output(spec):
     """Make ``unscale_output(rO, head)``, which multiplies O by the factors that the products have
     left out.
 
-    With dropout, one factor is 1 / (1 - dropout_p). With scaled planes, the other factor undoes the
-    powers of two.
+    For e4m3, the factor is the scale of V. With dropout, one factor is 1 / (1 - dropout_p). With
+    scaled planes, the other factor undoes the powers of two.
     """
+    if spec.features.scales:
+        return _make_scale_values(spec)
     return planes.make_scale_output(spec) if spec.planes > 1 else _make_unscale_kept(spec)
+
+
+@part
+def _make_scale_values(spec):
+    """Make ``scale_values(rO, head)``, which multiplies O by the scale of the K/V head's V."""
+    RO = spec.TM * spec.DN * 4
+
+    def scale_values(rO, head):
+        unit = head.options.v_scale[head.b, head.hk]
+        for e in range(RO):
+            rO[e] *= unit
+
+    return scale_values
 
 
 @part
@@ -202,8 +219,10 @@ def make_round_p(spec):
     """Make ``round_p(rP, rS)``, which rounds P in the registers rS to 16 bits in the registers rP.
 
     A word of rP contains two neighbouring elements. Elements that ``drop`` has marked as dropped
-    become 0. With planes, rP gets the planes of P instead.
+    become 0. With planes, rP gets the planes of P instead. In e4m3, a word contains four elements.
     """
+    if spec.per_half > 1:
+        return _make_round_p_to_e4m3(spec)
     WORDS, pack = spec.p_registers, pack_p(spec)
     if spec.planes > 1:
         return planes.make_split_p(spec)
@@ -211,6 +230,23 @@ def make_round_p(spec):
     def round_p(rP, rS):
         for n in range(WORDS):
             rP[n] = pack(rS[2 * n], rS[2 * n + 1])
+
+    return round_p
+
+
+@part
+def _make_round_p_to_e4m3(spec):
+    """Make ``round_p(rP, rS)``, which rounds P in the registers rS to e4m3 in the registers rP.
+
+    A word contains the thread's elements in 16 neighbouring columns: the columns 2 tx, 2 tx + 1, 2
+    tx + 8 and 2 tx + 9. In a product, the word stands for four neighbouring keys. Therefore V's
+    keys are stored in another order (``kernels/turned_values.py``).
+    """
+    WORDS = spec.p_registers
+
+    def round_p(rP, rS):
+        for n in range(WORDS):
+            rP[n] = pack_e4m3(rS[4 * n], rS[4 * n + 1], rS[4 * n + 2], rS[4 * n + 3])
 
     return round_p
 

@@ -1,0 +1,180 @@
+"""Attention of e4m3 arrays: results and counts on the emulator, plans, and what is refused."""
+
+import numpy as np
+import pytest
+from helpers import assert_counts, refused, running
+
+import fa_numba
+from fa_numba import Tiles, device, reference
+from fa_numba.host.arrays import numpy_dtype
+
+ml_dtypes = pytest.importorskip("ml_dtypes")
+E4M3 = "float8_e4m3fn"
+# Largest relative error against float64 with P rounded by the kernel's tiles.
+BOUND = 1e-2
+CASES = [
+    # algorithm, B, Hq, Hk, Nq, Nk, d, options
+    ("fa2", 1, 1, 1, 1, 1, 128, {}),
+    ("fa2", 1, 2, 1, 131, 257, 128, {"causal": True}),
+    ("fa2", 2, 2, 2, 70, 140, 64, {"window": (60, 8), "out_dtype": "float32"}),
+    ("fa2", 1, 1, 1, 65, 129, 256, {"out_dtype": "bfloat16", "layout": "bnhd"}),
+    ("fa2", 2, 1, 1, 70, 300, 64, {"q_lens": [70, 9], "kv_lens": [0, 290], "softcap": 2.0}),
+    ("fa2", 1, 2, 1, 40, 500, 80, {"kv_splits": 2}),
+    ("fa1", 1, 1, 1, 1, 1, 128, {}),
+    ("fa1", 1, 2, 1, 131, 513, 128, {"causal": True}),
+    ("fa1", 1, 1, 1, 200, 300, 64, {"window": (60, 8), "out_dtype": "float32"}),
+    ("fa1", 2, 1, 1, 70, 300, 256, {"q_lens": [70, 9], "out_dtype": "bfloat16"}),
+    ("fa1", 1, 1, 1, 200, 270, 64, {"query_splits": 2, "softcap": 2.0}),
+]
+
+
+def quantized(B, Hq, Hk, Nq, Nk, d, layout="bhnd"):
+    """q, k and v in e4m3, and their scales by the names of the options."""
+    rng = np.random.default_rng(Nq + Nk)
+    arrays, scales = [], {}
+    for name, heads, rows in (("q", Hq, Nq), ("k", Hk, Nk), ("v", Hk, Nk)):
+        x = rng.standard_normal((B, heads, rows, d)).astype(np.float32)
+        scale = np.abs(x).max((2, 3)) / np.float32(448)
+        bits = (x / scale[..., None, None]).astype(numpy_dtype(E4M3))
+        arrays.append(np.ascontiguousarray(bits.swapaxes(1, 2)) if layout == "bnhd" else bits)
+        scales[f"{name}_scale"] = scale
+    return arrays, scales
+
+
+def by_heads(array, layout):
+    return array.swapaxes(1, 2) if layout == "bnhd" else array
+
+
+OPTIONS = ("q_scale", "k_scale", "v_scale", "out_dtype")
+
+
+def random_call(seed, number, largest=300):
+    """The arguments of a case of `test_results_and_counts`, drawn at random."""
+    rng = np.random.default_rng([seed, number])
+
+    def one(values):
+        return values[rng.integers(len(values))]
+
+    algorithm, group = one(("fa1", "fa2")), one((1, 1, 2, 4))
+    B, Hk, d = one((1, 2)), one((1, 2)), one((16, 48, 64, 112, 128, 192, 256))
+    Nq, Nk = (int(rng.integers(1, largest)) for _ in range(2))
+    options = {"causal": {"causal": True}, "softcap": {"softcap": 2.0}}
+    options["window"] = {"window": (int(rng.integers(largest)), int(rng.integers(largest)))}
+    options["layout"] = {"layout": one(("bhnd", "bnhd"))}
+    options["q_lens"] = {"q_lens": rng.integers(0, Nq + 1, B).tolist()}
+    if algorithm == "fa2":
+        options["kv_lens"] = {"kv_lens": rng.integers(0, Nk + 1, B).tolist()}
+    given = {"out_dtype": one(("float16", "bfloat16", "float32"))}
+    given |= {name: 1.0 for name in OPTIONS[:3] if rng.random() < 0.7}
+    for drawn in options.values():
+        if rng.random() < 0.25:
+            given |= drawn
+    return algorithm, B, Hk * group, Hk, Nq, Nk, d, given
+
+
+@pytest.mark.parametrize("algorithm, B, Hq, Hk, Nq, Nk, d, options", CASES)
+def test_results_and_counts(algorithm, B, Hq, Hk, Nq, Nk, d, options):
+    """Of FA-1 ("fa1") and FA-2 ("fa2"), with q_scale, k_scale, v_scale and each out_dtype."""
+    given = {**dict.fromkeys(OPTIONS[:3], 1.0), **options}
+    check("emulator", algorithm, B, Hq, Hk, Nq, Nk, d, given)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("number", range(200))
+def test_random_calls(number):
+    """Of both loop orders on a GPU with Hopper's tensor cores."""
+    if device.compute_capability() != (9, 0):
+        pytest.skip("the GPU has no unit 'wgmma'")
+    check("gpu", *random_call(1, number, 900))
+
+
+def check(place, algorithm, B, Hq, Hk, Nq, Nk, d, options):
+    layout = options.get("layout", "bhnd")
+    arrays, scales = quantized(B, Hq, Hk, Nq, Nk, d, layout)
+    scales = {name: scales[name] if name in options else None for name in OPTIONS[:3]}
+    options = {name: value for name, value in options.items() if name not in scales}
+    for name, lens in (("q", options.get("q_lens")), ("kv", options.get("kv_lens"))):
+        for b, n in enumerate(lens or ()):  # padding is NaN: neither read nor seen
+            for array in arrays[:1] if name == "q" else arrays[1:]:
+                by_heads(array, layout)[b, :, n:] = np.nan
+    how = {"algorithm": algorithm, "return_lse": True, **options}
+    with running(place) as counts:
+        O, L = fa_numba.attention(*arrays, **scales, **how)
+        plan = fa_numba.plan(*(x.shape for x in arrays), dtype=E4M3, **how)
+    assert plan.unit == "wgmma" and O.dtype.name == options.get("out_dtype", "float16")
+    if counts is not None:
+        assert_counts(counts, plan)
+        moved = sum(n.total() for n in (counts.load_bytes, counts.store_bytes))
+        assert plan.accesses.bytes == moved
+    left_out = ("out_dtype", "layout", "kv_splits", "query_splits")
+    given = {n: x for n, x in options.items() if n not in left_out}
+    O, *arrays = (by_heads(x, layout) for x in (O, *arrays))
+    rounded, bound = {"columns": plan.tiles.Bc}, BOUND
+    if plan.kv_splits > 1:  # each thread block has a maximum of its own
+        rounded, bound = {"columns": Nk + 1}, 4 * BOUND
+    expected, lse = reference.attention_e4m3(*arrays, **scales, **rounded, return_lse=True, **given)
+    finite = np.isfinite(lse)
+    assert np.array_equal(np.isfinite(L), finite)
+    assert np.abs(L[finite] - lse[finite]).max(initial=0.0) < 1e-3
+    error = np.linalg.norm(O.astype(np.float64) - expected)
+    assert error <= bound * np.linalg.norm(expected), error / np.linalg.norm(expected)
+
+
+def test_scales_are_factors_of_the_numbers():
+    """A number, an array with one scale, and one scale for each head."""
+    arrays, scales = quantized(1, 2, 1, 20, 30, 64)
+    arrays[0][0, 1] = arrays[0][0, 0]
+    numbers = {"q_scale": 0.5, "k_scale": 0.01, "v_scale": np.float32([[0.25]])}
+    with device.using("emulator"):
+        O = fa_numba.attention(*arrays, **numbers)
+        same = fa_numba.attention(
+            *arrays,
+            q_scale=np.float32([[0.5, 1.0]]),
+            k_scale=0.01,
+            v_scale=np.float32([[0.25]]),
+        )
+        plain = fa_numba.attention(*arrays, scale=0.5 * 0.01 / 8.0)
+    assert np.array_equal(O[0, 0], same[0, 0]) and not np.array_equal(O[0, 1], same[0, 1])
+    assert np.allclose(O.astype(np.float32), 0.25 * plain.astype(np.float32), rtol=2e-3)
+
+
+SHAPE = (1, 2, 200, 64)
+
+
+def test_a_plan_shows_how_values_are_stored_by_columns():
+    plan = fa_numba.plan(SHAPE, (1, 1, 300, 64), dtype=E4M3, causal=True)
+    assert [k.name for k in plan.kernels] == ["turn_values", "fa2_forward"]
+    (VT,) = (x for x in plan.workspace if x.name == "VT")
+    assert (VT.shape, VT.dtype, VT.nbytes) == ((1, 1, 64, 512), E4M3, 64 * 512)
+    assert plan.accesses.stores["VT"] == 64 * 512
+    assert [x.dtype for x in plan.outputs] == ["float16"]
+    floats = fa_numba.plan(SHAPE, SHAPE, dtype=E4M3, out_dtype="float32").outputs
+    assert [x.dtype for x in floats] == ["float32"]
+
+
+REFUSED = [
+    ({"algorithm": "standard"}, "the forward pass of algorithms 'fa1' and 'fa2'"),
+    ({"passes": "bwd"}, "q, k and v must be float32, float16 or bfloat16 in the backward pass"),
+    ({"bias": (1, 1, 1, 1)}, "bias cannot be given with float8_e4m3fn arrays"),
+    ({"dropout_p": 0.1}, "dropout_p cannot be given with float8_e4m3fn arrays"),
+    ({"sinks": (2,)}, "sinks cannot be given with float8_e4m3fn arrays"),
+    ({"algorithm": "fa1", "kv_lens": [7]}, "kv_lens cannot be given with float8_e4m3fn arrays"),
+    ({"unit": "mma"}, "unit must be 'auto' or 'wgmma' for float8_e4m3fn, got 'mma'"),
+    ({"tiles": Tiles(128, 64)}, "tiles.Bc must be 128 or 256 for float8_e4m3fn"),
+    ({"q_scale": 0.0}, "q_scale must be a positive finite number"),
+    ({"k_scale": (2, 2)}, "k_scale must have shape (1, 1)"),
+    ({"out_dtype": "float64"}, "out_dtype must be 'float16', 'bfloat16' or 'float32'"),
+    ({"dtype": "float16", "q_scale": 2.0}, "q_scale must be None for inputs of float16"),
+    ({"dtype": "float16", "out_dtype": "float16"}, "out_dtype must be None for inputs of float16"),
+]
+
+
+@pytest.mark.parametrize("options, says", REFUSED)
+def test_refused(options, says):
+    with refused(ValueError, [says]):
+        fa_numba.plan(SHAPE, (1, 1, 200, 64), **{"dtype": E4M3, **options})
+
+
+def test_head_dimensions_are_multiples_of_16():
+    with refused(ValueError, ["head_dim of q and k must be a multiple of 16 for float8_e4m3fn"]):
+        fa_numba.plan((1, 2, 200, 40), (1, 2, 200, 40), dtype=E4M3)
