@@ -118,18 +118,25 @@ class Site:
     """A place in a function and what would stand there.
 
     ``tests`` are the conditions that it stands under within its function, each with the outcome
-    that leads there; ``key`` is the function's, as `key_of` gives it.
+    that leads there; ``key`` is the function's, as `key_of` gives it; ``node`` is put there.
     """
 
     module: str
     function: str
     rule: str
     text: str
-    new: str
+    node: ast.AST = field(repr=False, compare=False)
     occurrence: int
     span: tuple[int, int] = field(repr=False, compare=False)
     key: tuple = field(repr=False, compare=False)
     tests: tuple = field(default=(), repr=False, compare=False)
+
+    @cached_property
+    def new(self):
+        """The text that would stand there."""
+        several = self.node.body if isinstance(self.node, ast.Module) else [self.node]
+        written = "; ".join(map(ast.unparse, several))
+        return f"({written})" if isinstance(self.node, ast.expr) else written
 
     @property
     def name(self):
@@ -212,11 +219,7 @@ def sites_of(name, rules=RULES):
                     place(old.lineno, old.col_offset),
                     place(old.end_lineno, old.end_col_offset),
                 )
-                several = new.body if isinstance(new, ast.Module) else [new]
-                written = "; ".join(map(ast.unparse, several))
-                if isinstance(new, ast.expr):
-                    written = f"({written})"
-                found.append(Site(*what, written, seen[what], span, key, tests))
+                found.append(Site(*what, new, seen[what], span, key, tests))
                 seen[what] += 1
     return tuple(found)
 

@@ -23,6 +23,7 @@ from unittest import mock
 
 import mutant_cases
 import mutants
+import noticed
 import numpy as np
 import proofs
 import pytest
@@ -156,22 +157,37 @@ def planted(site):
     return mutants.planted(site)
 
 
-def tried(site, quick=False, shares=1):
+def tried(site, quick=False, shares=1, wanted=None):
     """(how, by which run, after how many) a mutant is noticed; how is None if it is not, or not by
     runs that are quick.
 
-    One of the host's or of an emulation may write anywhere, or not end, so that it has a process of
-    its own.
+    The run that noticed it last goes first, and is enough if it notices it in one of the ways that
+    are ``wanted``, or in any way. One of the host's or of an emulation may write anywhere, or not
+    end, so that it has a process of its own.
     """
     count = 0
     alone = units_of(site)[0] in HOST
-    for runs in itertools.islice(reaching(site, shares), 1 if quick else None):
+    last = [] if quick else _noticed_last(site)
+    lists = itertools.islice(reaching(site, shares), 1 if quick else None)
+    for runs in itertools.chain([last] * bool(last), lists):
         how, run, more = mutants.apart(_tried, site, runs) if alone else _tried(site, runs)
         count += more
-        if how is not None:
+        if how is not None and (runs is not last or wanted is None or how in wanted):
             _noticed.update([(site.key, run), (site.module, run)])
+            if not quick:
+                (unit,) = {each.unit for each in runs if each.title == run}
+                noticed.note(site.name, unit, run)
             return how, run, count
     return None, "", count
+
+
+def _noticed_last(site):
+    """The run that noticed a mutant last, and others of its title; none if it is not known."""
+    known = noticed.hint(site.name)
+    if known is None:
+        return []
+    runs = mutant_cases.host_runs() if units_of(site)[0] in HOST else mutant_cases.runs()
+    return [run for run in runs if (run.unit, run.title) == known]
 
 
 def _tried(site, runs):
@@ -322,7 +338,7 @@ def all_diagnosed(chosen, shares=1):
     for site, wanted in chosen:
         module = importlib.import_module(site.module)
         with mock.patch.object(module, "rounded_to_16_bits", rounded_to_16_bits, create=True):
-            how, run, _ = tried(site, shares=shares)
+            how, run, _ = tried(site, shares=shares, wanted=wanted)
         if how not in wanted:
             wrong.append(f"{how} in {run}, not {' or '.join(wanted)}: {site.name}")
     assert not wrong, "\n".join(wrong)
