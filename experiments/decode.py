@@ -43,7 +43,7 @@ ALONE = (1024, 4096, 16384, 131072)
 ROWS, ROWS_AT = (1, 2, 4, 8, 16), (4, 16384)
 SPLITS = {"fa2-mma": "fa2-mma-splits", HOPPER: "fa2-wgmma-splits"}
 OURS = tuple(itertools.chain(*SPLITS.items()))
-PEERS = (peers.FLASH, peers.CUDNN)
+PEERS = (peers.FLASH, peers.CUDNN, peers.FA4)
 READ, READ_BYTES = "read", 2**32
 # If K and V have at least this size, they do not fit into the L2 cache, and a call takes longer
 # than launching its kernels.
@@ -101,7 +101,7 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
     for problem in bench.each(every, "timing"):
         arrays = _arrays(problem, inputs)
         gate, failure = attempt(check.gate, problem, "fwd", *arrays)
-        for series in (*ours, *(PEERS if peers.available() else ())):
+        for series in (*ours, *peers.here(PEERS)):
             yield from _timed(series, problem, arrays, gate, failure, bench.machine)
         device.release_memory()
         peers.release()

@@ -43,7 +43,7 @@ PROTOCOL = (
     f"{PADDING} rows and columns a sequence"
 )
 MMA = "fa2-mma"
-SERIES = (AUTO, MMA, peers.FLASH, peers.CUDNN, peers.FLEX, peers.UNFUSED)
+SERIES = (AUTO, MMA, peers.FLASH, peers.CUDNN, peers.FLEX, peers.UNFUSED, peers.FA4)
 
 
 @dataclass(frozen=True)
@@ -186,17 +186,18 @@ def points(options: Options) -> list[Point]:
 def at(point: Point, pass_: str) -> list[str]:
     """Return the series that are measured for a point in a pass.
 
-    They are our call with unit="auto" and torch's kernels. Our call on mma is included if "auto"
-    chooses another unit.
+    They are our call with unit="auto" and other libraries' kernels. Our call on mma is included if
+    "auto" chooses another unit. flash-attn-4 has no dropout.
     """
     found = [AUTO]
     planned, _ = attempt(plan, AUTO, point.problem, **plan_options(pass_, point))
     if point.beside_mma and planned is not None and planned.unit != "mma":
         found.append(MMA)
-    if peers.available():
-        peer = KINDS[point.kind].peer
-        found += [peers.FLASH, peers.CUDNN] if peer == peers.FLASH else [peer]
-    return found
+    peer = KINDS[point.kind].peer
+    compared = [peers.FLASH, peers.CUDNN] if peer == peers.FLASH else [peer]
+    if peer == peers.FLASH and not point.given(point.problem):
+        compared.append(peers.FA4)
+    return [*found, *peers.here(compared)]
 
 
 def call_options(problem: Problem, shapes: bool = False) -> dict[str, Any]:

@@ -26,7 +26,7 @@ STUDY = speeds.Study(
     dtype="bfloat16",
     passes=("fwd", "bwd", "fwd+bwd"),
     ours=HALF,
-    theirs=(peers.FLASH, peers.CUDNN),
+    theirs=(peers.FLASH, peers.CUDNN, peers.FA4),
     # Every second sequence length of the measurements in fp16.
     seqlens=(512, 2048, 8192),
 )

@@ -25,7 +25,7 @@ STUDY = speeds.Study(
     dtype="float16",
     passes=("fwd", "bwd", "fwd+bwd"),
     ours=HALF,
-    theirs=peers.HALF,
+    theirs=(*peers.HALF, peers.FA4),
     forward_dims=(256,),
     figures=("Fig. 4", "Fig. 5", "Fig. 6", "Fig. 7"),
 )
@@ -34,7 +34,7 @@ measure = partial(speeds.measure, STUDY)
 
 
 # The series of the figure: standard attention, FA-1 with query splits, FA-2, and torch's kernels.
-DRAWN = ("standard-mma", MMA_SPLITS, "fa2-mma", HOPPER, peers.FLASH, peers.CUDNN)
+DRAWN = ("standard-mma", MMA_SPLITS, "fa2-mma", HOPPER, peers.FLASH, peers.CUDNN, peers.FA4)
 
 
 def draw(rows: Sequence[Row]) -> Any:

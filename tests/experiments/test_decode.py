@@ -84,4 +84,4 @@ def test_the_figure_has_a_line_a_series(read):
     assert message == "With key splits, one query is up to 1.8 times as fast"
     for ax in figure.axes:
         lines = [line for line in ax.lines if line.get_label()[0] != "_"]
-        assert len(lines) == 6 + bool(read)
+        assert len(lines) == 7 + bool(read)

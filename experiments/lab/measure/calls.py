@@ -23,7 +23,7 @@ _TAKEN = ("dropout_p", "kv_lens")
 
 
 def theirs(series: str) -> bool:
-    """Return whether a series is run by torch instead of by our kernels.
+    """Return whether a series is run by another library instead of by our kernels.
 
     Parameters
     ----------
@@ -33,9 +33,9 @@ def theirs(series: str) -> bool:
     Returns
     -------
     bool
-        True for names that begin with "torch".
+        True for names that begin with "torch", and for flash-attn-4.
     """
-    return series.startswith("torch")
+    return series.startswith("torch") or series == peers.FA4
 
 
 def make(

@@ -1,9 +1,12 @@
-"""Calls of torch's attention kernels: peers, which are timed in the same run on the same arrays.
+"""Calls of other libraries' attention kernels, which are timed in the same run as our kernels.
 
-torch may be missing.
+The libraries are torch and flash-attn-4 (FlashAttention-4, module `flash_attn.cute`). Both may be
+missing.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from importlib import metadata
 from typing import Any
 
 import numpy as np
@@ -23,6 +26,8 @@ CUDNN = "torch-cudnn"
 MATH = "torch-math"
 UNFUSED = "torch-unfused"
 MATMUL = "torch-matmul"
+# flash-attn-4's kernels, for Hopper and later GPUs.
+FA4 = "fa4"
 # The module `flex` makes its calls. It is for options that no other kernel of torch supports.
 FLEX = "torch-flex"
 # torch's FlashAttention-2 and cuDNN kernels take half precision only.
@@ -42,8 +47,64 @@ def available() -> bool:
     return torch is not None and torch.cuda.is_available()
 
 
+@cache
+def fa4() -> Callable[..., Any] | None:
+    """Return the function of flash-attn-4 that computes attention; None if it cannot run here.
+
+    flash-attn-4 needs torch, and a GPU of compute capability 9.0 or higher.
+
+    Returns
+    -------
+    callable or None
+        Takes q, k and v of shape (batch, seqlen, heads, head_dim), and returns (O, logsumexp).
+    """
+    if not available() or torch.cuda.get_device_capability() < (9, 0):
+        return None
+    try:
+        from flash_attn.cute import flash_attn_func
+    except ImportError:
+        return None
+    return flash_attn_func
+
+
+def here(series: Iterable[str]) -> tuple[str, ...]:
+    """Return the series of other libraries that can be measured on this machine.
+
+    Parameters
+    ----------
+    series : iterable of str
+        Names of series of other libraries.
+
+    Returns
+    -------
+    tuple of str
+        The names, in the same order. Empty without torch and CUDA.
+    """
+    if not available():
+        return ()
+    return tuple(name for name in series if name != FA4 or fa4() is not None)
+
+
+def versions() -> dict[str, str | None]:
+    """Return the versions of the other libraries, for the JSON file of a recording.
+
+    Returns
+    -------
+    dict
+        Maps "flash-attn-4", "triton" and "cudnn" to a version; None for a missing library.
+    """
+    found: dict[str, str | None] = {}
+    for package in ("flash-attn-4", "triton"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = None
+    cudnn = None if torch is None else torch.backends.cudnn.version()
+    return found | {"cudnn": None if cudnn is None else str(cudnn)}
+
+
 def say_missing(say: Callable[[str], None]) -> None:
-    """Print that torch's kernels are not measured, if torch with CUDA is missing.
+    """Print which libraries' kernels are not measured: torch's or flash-attn-4's.
 
     Parameters
     ----------
@@ -52,6 +113,11 @@ def say_missing(say: Callable[[str], None]) -> None:
     """
     if not available():
         say("  torch's kernels are not measured, because torch with CUDA is missing here")
+    elif fa4() is None:
+        say(
+            "  flash-attn-4's kernels are not measured, because the package flash-attn-4 or a GPU "
+            "of compute capability 9.0 or higher is missing here"
+        )
 
 
 def version() -> str | None:
@@ -63,17 +129,18 @@ def call(
     series: str, problem: Problem, q: Any, k: Any, v: Any, *, dropout_p: float = 0.0,
     kv_lens: Sequence[int] | None = None, softmax: Callable[[Any], Any] | None = None,
 ) -> Callable[..., Any]:  # fmt: skip
-    """Return a function that runs the forward pass of one of torch's series once.
+    """Return a function that runs the forward pass of another library's series once.
 
     Parameters
     ----------
     series : str
-        Name of the series, such as `FLASH` or `UNFUSED`.
+        Name of the series, such as `FLASH`, `UNFUSED` or `FA4`.
     problem : Problem
         The problem.
     q, k, v : array
         Inputs on the GPU. torch uses their memory without a copy. Only the series `UNFUSED` copies
-        k and v, if several query heads share a K/V head.
+        k and v, if several query heads share a K/V head. flash-attn-4 has another layout: its
+        inputs are copied once, before any call.
     dropout_p : float, default 0.0
         Probability that an element of P is dropped.
     kv_lens : sequence of int, optional
@@ -89,7 +156,8 @@ def call(
     Raises
     ------
     ValueError
-        If the mask is causal and the two lengths differ.
+        If the mask is causal and the two lengths differ, or if flash-attn-4 is called with
+        dropout or lengths.
     RuntimeError
         If torch copied an input.
     """
@@ -99,6 +167,11 @@ def call(
         if ours is not theirs and ours.__cuda_array_interface__["data"][0] != theirs.data_ptr():
             raise RuntimeError("torch copied an input, but must use the memory of the given array")
     scale, causal = problem.scale, problem.causal
+    if series == FA4:
+        if dropout_p or kv_lens is not None:
+            raise ValueError("flash-attn-4 does not support dropout_p or kv_lens; use another peer")
+        fused = _call_fa4(problem, *map(_in_fa4_layout, (tq, tk, tv)))
+        return lambda out=None: fused().transpose(1, 2)
     if causal and problem.diagonal:
         raise ValueError(
             "seqlen_q and seqlen_k must be equal with a causal mask, because torch aligns the mask "
@@ -164,8 +237,37 @@ def gradients(
         Takes the argument `out`, ignores it, and returns (dq, dk, dv).
     """
     *inputs, dout = (torch.as_tensor(x, device="cuda").detach() for x in arrays)
+    if series == FA4:
+        if any(options.values()):
+            raise ValueError(
+                f"flash-attn-4 does not support {', '.join(options)}; use another peer"
+            )
+        *inputs, dout = map(_in_fa4_layout, (*inputs, dout))
+        leaves = tuple(x.requires_grad_() for x in inputs)
+        run = differentiated(_call_fa4(problem, *leaves), pass_, leaves, dout)
+        return lambda out=None: tuple(x.transpose(1, 2) for x in run())
     leaves = tuple(x.requires_grad_() for x in inputs)
     return differentiated(call(series, problem, *leaves, **options), pass_, leaves, dout)
+
+
+def _in_fa4_layout(x: Any) -> Any:
+    """Return a copy of a tensor (batch, heads, seqlen, d) as (batch, seqlen, heads, d)."""
+    return x.transpose(1, 2).contiguous()
+
+
+def _call_fa4(problem: Problem, q: Any, k: Any, v: Any) -> Callable[[], Any]:
+    """Return a function that computes O by flash-attn-4, in the layout of flash-attn-4."""
+    attention = fa4()
+    if attention is None:
+        raise ValueError(
+            "flash-attn-4 must be installed, and the GPU must have compute capability 9.0 or higher"
+        )
+
+    def run() -> Any:
+        result = attention(q, k, v, softmax_scale=problem.scale, causal=problem.causal)
+        return result[0] if isinstance(result, tuple) else result
+
+    return run
 
 
 def differentiated(

@@ -54,6 +54,7 @@ _LABELS = {
     "torch-math": "torch's math attention",
     "torch-unfused": "torch's unfused attention",
     "torch-flex": "torch's flex_attention",
+    "fa4": "FlashAttention-4",
     "fa2-auto": 'FA-2, unit="auto"',
 }
 # In the backward pass both orders have K/V outside. The orders differ in the grid.

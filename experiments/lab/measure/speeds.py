@@ -109,11 +109,11 @@ class Study:
         Returns
         -------
         list of str
-            Names of series. torch's series are left out if torch with CUDA is missing.
+            Names of series. Series of other libraries are left out if they cannot run here.
         """
         if pass_ != "fwd" and problem.head_dim in self.forward_dims:
             return []
-        shown = self.series if peers.available() else self.ours
+        shown = (*self.ours, *peers.here(self.theirs))
         long = self.fa1_longest is not None and problem.seqlen_q > self.fa1_longest
         return [
             series

@@ -135,6 +135,7 @@ class Origin:
                 "protocol": PROTOCOL | {"counters": counters.PROTOCOL} | dict(own or {}),
                 "seed": SEED,
                 "torch": peers.version(),
+                "peers": peers.versions(),
                 "system": f"{platform.system()} {platform.machine()}",
             }
         return about

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..measure import peers
+from ..measure.calls import theirs
 from ..measure.series import BACKWARD_LABELS, LABELS, UNIT_NAMES, unit
 from ..measure.speeds import DTYPES, PASSES, UNSPLIT, Study
 from ..measure.workloads import HEAD_DIMS
@@ -135,7 +136,7 @@ def forward(rows: Sequence[Row], shown: Sequence[str], message: str) -> Any:
         ax.set_title(f"d={d}{', causal' if here[0].causal else ''}")
     axes[0].set(ylabel="speed (TFLOP/s)", ylim=(0, None))
     found = [*style.handles(axes).values(), _band()]
-    units = {unit(r.series) for r in mine if not r.series.startswith("torch")}
+    units = {unit(r.series) for r in mine if not theirs(r.series)}
     what = f"forward, {DTYPES[mine[0].dtype]}, "
     what += ", ".join(name for each, name in UNIT_NAMES.items() if each in units)
     style.legend(figure, found, f"{message}\n{what}; 16k tokens, hidden dimension 2048")

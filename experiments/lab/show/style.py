@@ -34,6 +34,7 @@ _COLOURS = {
     "torch-cudnn": "#E69F00",
     "torch-unfused": "#BABABA",
     "torch-flex": "#0072B2",
+    "fa4": "#B22222",
     "fa2-auto": "#6000E6",
     "published": "#CC79A7",
     "model": "#666666",
@@ -53,6 +54,7 @@ _MARKERS = {
     "torch-cudnn": "X",
     "torch-unfused": "P",
     "torch-flex": "D",
+    "fa4": "p",
     "fa2-auto": "h",
 }
 COLOURS = OfSeries(

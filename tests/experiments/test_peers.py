@@ -1,0 +1,130 @@
+"""Calls of flash-attn-4, by stand-ins for torch and for flash-attn-4 that compute with NumPy."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from experiments import shapes, speed_fp16
+from experiments.lab.measure import calls, peers
+from experiments.lab.measure.workloads import fa2_setting
+from fa_numba.problem import Problem
+
+PROBLEM = Problem(2, 4, 2, 3, 5, 8, dtype="float16", causal=True)
+
+
+class Tensor:
+    """An array whose methods are those of a tensor."""
+
+    def __init__(self, values):
+        self.values, self.wants = values, False
+        self.shape = values.shape
+
+    def transpose(self, a, b):
+        return Tensor(np.swapaxes(self.values, a, b))
+
+    def contiguous(self):
+        return Tensor(np.ascontiguousarray(self.values))
+
+    def detach(self):
+        return self
+
+    def requires_grad_(self):
+        self.wants = True
+        return self
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The calls that flash-attn-4 gets. It returns 10 q, and autograd returns its inputs."""
+    seen = []
+
+    def flash_attn_func(q, k, v, **options):
+        seen.append(((q, k, v), options))
+        return Tensor(10 * q.values), None
+
+    def grad(result, leaves, dout, retain_graph=False):
+        seen.append((result, dout, retain_graph))
+        return leaves
+
+    matmul = SimpleNamespace(allow_tf32=True)
+    stand_in = SimpleNamespace(
+        as_tensor=lambda x, device: x, autograd=SimpleNamespace(grad=grad),
+        backends=SimpleNamespace(cuda=SimpleNamespace(matmul=matmul)),
+    )  # fmt: skip
+    monkeypatch.setattr(peers, "torch", stand_in)
+    monkeypatch.setattr(peers, "fa4", lambda: flash_attn_func)
+    return seen
+
+
+def arrays():
+    rng = np.random.default_rng(0)
+    of = PROBLEM
+    return [
+        Tensor(rng.normal(size=shape)) for shape in (of.q_shape, of.k_shape, of.k_shape, of.q_shape)
+    ]
+
+
+def test_the_forward_pass_has_the_layout_of_each_library(asked):
+    q, k, v, _ = arrays()
+    run = calls.make(peers.FA4, "fwd", PROBLEM, (q, k, v))
+    np.testing.assert_array_equal(run().values, 10 * q.values)
+    ((given, options),) = asked
+    assert [x.shape for x in given] == [(2, 3, 4, 8), (2, 5, 2, 8), (2, 5, 2, 8)]
+    assert all(x.values.flags.c_contiguous for x in given)  # copied before the call
+    assert options == {"softmax_scale": PROBLEM.scale, "causal": True}
+    run()
+    assert asked[1][0][0] is given[0]
+
+
+@pytest.mark.parametrize("pass_", ["bwd", "fwd+bwd"])
+def test_gradients_are_of_the_copies(asked, pass_):
+    q, k, v, dout = arrays()
+    run = calls.make(peers.FA4, pass_, PROBLEM, (q, k, v, dout))
+    assert len(asked) == (1 if pass_ == "bwd" else 0)  # the forward pass is kept, or not yet run
+    for made, x in zip(run(), (q, k, v), strict=True):
+        np.testing.assert_array_equal(made.values, x.values)
+    (leaves, _), (_, upstream, kept) = asked
+    assert all(x.wants for x in leaves) and kept == (pass_ == "bwd")
+    np.testing.assert_array_equal(upstream.transpose(1, 2).values, dout.values)
+
+
+@pytest.mark.parametrize("pass_", ["fwd", "bwd"])
+def test_options_that_flash_attn_4_lacks_are_refused(asked, pass_):
+    with pytest.raises(
+        ValueError, match="flash-attn-4 does not support .*dropout_p.*; use another"
+    ):
+        calls.make(peers.FA4, pass_, PROBLEM, arrays(), dropout_p=0.1)
+    assert not asked
+
+
+def test_a_library_that_is_missing_is_not_measured(monkeypatch, capsys):
+    every = (*peers.HALF, peers.FA4)
+    monkeypatch.setattr(peers, "available", lambda: True)
+    monkeypatch.setattr(peers, "fa4", lambda: None)
+    assert peers.here(every) == peers.HALF
+    peers.say_missing(print)
+    assert "flash-attn-4's kernels are not measured" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="flash-attn-4 must be installed"):
+        peers._call_fa4(PROBLEM, None, None, None)
+    monkeypatch.setattr(peers, "fa4", lambda: len)
+    assert peers.here(every) == every
+    study, problem = speed_fp16.STUDY, fa2_setting(512, 64, dtype="float16")
+    assert peers.FA4 in study.at(problem, "bwd")
+    plain, dropped = (
+        shapes.Point(kind, "x", problem, beside_mma=False) for kind in ("few", "dropout")
+    )
+    assert shapes.at(plain, "fwd")[-1] == peers.FA4 and peers.FA4 not in shapes.at(dropped, "fwd")
+    monkeypatch.setattr(peers, "available", lambda: False)
+    assert peers.here(every) == () and study.at(problem, "bwd") == [*study.ours]
+    assert peers.versions()["cudnn"] is None and {*peers.versions()} == {
+        "flash-attn-4",
+        "triton",
+        "cudnn",
+    }
+
+
+def test_old_gpus_have_no_flash_attn_4(monkeypatch):
+    capability = SimpleNamespace(get_device_capability=lambda: (8, 0), is_available=lambda: True)
+    monkeypatch.setattr(peers, "torch", SimpleNamespace(cuda=capability))
+    assert peers.fa4.__wrapped__() is None and calls.theirs(peers.FA4)
