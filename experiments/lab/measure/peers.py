@@ -58,7 +58,7 @@ def fa4() -> Callable[..., Any] | None:
     callable or None
         Takes q, k and v of shape (batch, seqlen, heads, head_dim), and returns (O, logsumexp).
     """
-    if not available() or torch.cuda.get_device_capability() < (9, 0):
+    if torch is None or not available() or torch.cuda.get_device_capability() < (9, 0):
         return None
     try:
         from flash_attn.cute import flash_attn_func

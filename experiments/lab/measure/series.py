@@ -55,7 +55,9 @@ _LABELS = {
     "torch-unfused": "torch's unfused attention",
     "torch-flex": "torch's flex_attention",
     "fa4": "FlashAttention-4",
+    "fa1-auto": 'FA-1, unit="auto"',
     "fa2-auto": 'FA-2, unit="auto"',
+    "fa2-auto-splits": 'FA-2, unit="auto", key splits',
 }
 # In the backward pass both orders have K/V outside. The orders differ in the grid.
 _BACKWARD = {"fa1-simt": "FA-1 (one block per head)", "fa2-simt": "FA-2 (grid over K/V)"}

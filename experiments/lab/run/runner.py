@@ -18,6 +18,7 @@ from fa_numba.commands.ending import reason
 from fa_numba.device import kernel_cache
 
 from ..measure import ahead, clocks, counters, peers, tune, variants
+from ..measure.calls import theirs
 from ..record import kept, outdated, provenance, ran, registry
 from ..record.options import FIGURES, Bench, Options, Refused
 from ..record.recorder import Outcome, Recorder
@@ -360,6 +361,9 @@ def lost(before: Sequence[Row]) -> str:
     found = []
     if not counters.available() and any(row.source in counters.BYTES for row in before):
         found.append("hardware counters, but Nsight Compute (ncu) is missing here")
-    if not peers.available() and any(row.series.startswith("torch") for row in before):
+    others = {row.series for row in before if theirs(row.series)}
+    if not peers.available() and others - {peers.FA4}:
         found.append("times of torch's kernels, but torch with CUDA is missing here")
+    if peers.FA4 in others - {*peers.here((peers.FA4,))}:
+        found.append("times of flash-attn-4's kernels, but flash-attn-4 is missing here")
     return "; and ".join(found)

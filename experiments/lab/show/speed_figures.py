@@ -91,7 +91,7 @@ def _curves(
             (r for r in rows if r.series == series and not r.failed), key=lambda r: r.seqlen_q
         )
         x = [r.seqlen_q for r in points]
-        look: dict[str, Any] = {"ls": "--" if series.startswith("torch") else "-"}
+        look: dict[str, Any] = {"ls": "--" if theirs(series) else "-"}
         look |= {"zorder": 2.5 if series in UNSPLIT else 3, "marker": style.MARKERS[series]}
         look |= {"color": style.COLOURS[series], "label": names[series]}
         ax.plot(x, [r.value for r in points], **look)

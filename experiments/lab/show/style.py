@@ -35,7 +35,9 @@ _COLOURS = {
     "torch-unfused": "#BABABA",
     "torch-flex": "#0072B2",
     "fa4": "#B22222",
+    "fa1-auto": "#3A6EA5",
     "fa2-auto": "#6000E6",
+    "fa2-auto-splits": "#B497F5",
     "published": "#CC79A7",
     "model": "#666666",
     # These series are only published: no kernel of them is run here.
@@ -56,6 +58,7 @@ _MARKERS = {
     "torch-flex": "D",
     "fa4": "p",
     "fa2-auto": "h",
+    "fa2-auto-splits": "H",
 }
 COLOURS = OfSeries(
     _COLOURS, lambda unit, rest, of_first: unit.looks[rest][0] if rest in unit.looks else of_first
