@@ -36,9 +36,10 @@ from fa_numba.typing import (
 @documents_options
 def plan(
     q_shape: Sequence[int], k_shape: Sequence[int], v_shape: Sequence[int] | None = None, *,
-    algorithm: Algorithm = "fa2", dtype: str = "float32", tiles: Tiles | None = None,
-    return_lse: bool = False, query_splits: int = 1, warp_partition: WarpPartition = "rows",
-    ablate: tuple[str, ...] = (), passes: Passes = "fwd", deterministic: bool = False,
+    algorithm: Algorithm = "fa2", dtype: str = "float32", kv_dtype: str | None = None,
+    tiles: Tiles | None = None, return_lse: bool = False, query_splits: int = 1,
+    warp_partition: WarpPartition = "rows", ablate: tuple[str, ...] = (), passes: Passes = "fwd",
+    deterministic: bool = False,
     return_dbias: bool = False, return_dsinks: bool = False, return_dcaptured: bool = False,
     dlse: bool = False, unit: UnitName = "auto", kv_splits: Splits = "auto",
     group_splits: Splits = "auto", prefix_k: Array | Sequence[int] | None = None,
@@ -64,6 +65,9 @@ def plan(
         Algorithm, as for ``attention``.
     dtype : {"float32", "float16", "bfloat16"}, default "float32"
         Dtype of q, k and v.
+    kv_dtype : {"float8_e4m3fn"}, optional
+        Dtype of k and v if they are pages of 8-bit floats and q has ``dtype``. None means
+        ``dtype``.
     tiles : Tiles, optional
         Block sizes, threads and pipeline slots, as in the call.
     return_lse : bool, default False
@@ -144,7 +148,7 @@ def plan(
         return_dcaptured=return_dcaptured, group_splits=group_splits,
     )  # fmt: skip
     arguments = Binding.of(options, shapes=True)
-    problem = arguments.problem(q_shape, k_shape, v_shape, dtype=dtype)
+    problem = arguments.problem(q_shape, k_shape, v_shape, dtype=dtype, kv_dtype=kv_dtype)
     if prefix_k is not None:
         return plan_with_prefix(problem, prefix_k, choices, options)
     # How often a block table is read depends on the copies' width.

@@ -27,7 +27,7 @@ import numpy as np
 from numba import types
 
 from fa_numba.checks import nearest
-from fa_numba.device import array_type
+from fa_numba.device import array_type, permuted
 from fa_numba.dtypes import DTYPES, PRECISIONS
 from fa_numba.mods import Mod, Text, slope_of
 from fa_numba.mods.blocks import BlockMask, next_visited
@@ -180,9 +180,10 @@ class AttentionOptions(_OfScores, _Arrays, _Others, total=False):
         ``kv_lens`` and ``layout``. Head dimensions must be multiples of 16, and rows must start at
         multiples of 16 bytes.
     k_scale : float or array of float32, default 1
-        Scale of k, as ``q_scale``. An array has the shape (batch, heads_k).
+        Scale of k, as ``q_scale``. An array has the shape (batch, heads_k). If only k and v are
+        float8_e4m3fn, they must be pages of a cache, and an array has the shape (pages, heads_k).
     v_scale : float or array of float32, default 1
-        Scale of v, as ``q_scale``. An array has the shape (batch, heads_k).
+        Scale of v, as ``k_scale``.
     q_lens : sequence or array of int, optional
         Number of valid rows of q in each batch entry, shape (batch,), from 0 to seqlen_q. Later
         rows are padding and are not read. Padding rows have output 0, logsumexp -inf and gradients
@@ -615,6 +616,24 @@ def _scale(name: str, heads: str) -> KernelField:
     return KernelField(array_type(2), value, shape)
 
 
+def _page_scale(name: str) -> KernelField:
+    """Return the field for the scales of e4m3 pages, one for each K/V head and page.
+
+    ``name`` is the option, whose axes are (pages, heads). A scale that is not given is 1.
+    """
+
+    def value(call: Bound) -> Any:
+        given = call.given.get(name, 1.0)
+        if hasattr(given, "shape"):
+            return permuted(given, (1, 0))
+        return np.full((1, 1), given, np.float32)
+
+    def shape(call: Bound) -> tuple[int, ...]:
+        return call.problem.heads_k, call.problem.pages or 0
+
+    return KernelField(array_type(2), value, shape)
+
+
 # By the name of a flag in ``Features``. All threads of a block read the same element of an integer
 # array at a time.
 FEATURES: dict[str, Feature] = {
@@ -674,6 +693,11 @@ FEATURES: dict[str, Feature] = {
         lambda p: p.page_size or 0,
         {"block_table": KernelField(array_type(2, _int32), _block_table)},
         argument="block_table",
+    ),
+    "page_scales": Feature(
+        lambda p: p.kv_dtype is not None,
+        {name: _page_scale(name) for name in ("k_scale", "v_scale")},
+        argument="k_scale",
     ),
     "packed": Feature(
         lambda p: p.packed,
@@ -751,6 +775,7 @@ class Features:
     dlse             the loss has a gradient of L
     alibi            ``alibi_slopes`` are given
     page_size        rows of a page if K and V are pages, else 0
+    page_scales      the pages of K and V are e4m3, with a scale for each page and head
     packed           sequences are packed (``cu_seqlens_q``)
     sparse           ``block_mask`` is given
     precision        the name of the precision, and "" for "ieee"
@@ -774,6 +799,7 @@ class Features:
     q_lens: bool = False
     kv_lens: bool = False
     page_size: int = 0
+    page_scales: bool = False
     packed: bool = False
     sparse: bool = False
     dropout: bool = False

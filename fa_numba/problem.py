@@ -10,12 +10,13 @@ import numpy as np
 
 from fa_numba import checks
 from fa_numba.checks import LAYOUTS, PACKED_AXES, UNBOUNDED
-from fa_numba.dtypes import DTYPES, PRECISIONS
+from fa_numba.dtypes import DTYPES, E4M3, PRECISIONS
 from fa_numba.integers import ceil_div
 from fa_numba.mods import PARAMETERS as MODS
 from fa_numba.mods import Mod, as_mod, slope_of
 
 MAX_HEAD_DIM = 256
+MAX_WIDENED_DIM = 128  # with pages of K and V in e4m3
 MAX_SEQLEN = 2**31 - 1024  # rows and columns are 32-bit in the kernels, with room for a tile
 # Rows and columns with a block mask: a word of 28 bits for a row and two flags lists visits
 # (parts/visits.py). There is room for a block of 1,024 rows.
@@ -65,6 +66,7 @@ class ProblemFields(OptionFields, total=False):
     """The fields of a ``Problem`` that ``Problem.from_shapes`` takes besides the shapes."""
 
     dtype: str
+    kv_dtype: str | None
     bias: Sequence[int] | None
     alibi: bool
     sinks: bool
@@ -141,6 +143,8 @@ class Problem:
     out_dtype : {"float16", "bfloat16", "float32"}, optional
         Dtype of O if Q, K and V are float8_e4m3fn. The attribute is None for the default, float16,
         and for other dtypes of Q, K and V. ``o_dtype`` is the dtype of O in all cases.
+    kv_dtype : {"float8_e4m3fn"}, optional
+        Dtype of the pages of K and V if it is not ``dtype``. The attribute is None if it is.
     head_dim_v : int, optional
         Head dimension of V and O, if it differs from ``head_dim``. The attribute is None if both
         are equal.
@@ -190,6 +194,7 @@ class Problem:
     page_size: int | None = None
     precision: str = "ieee"
     out_dtype: str | None = None
+    kv_dtype: str | None = None
     head_dim_v: int | None = None
 
     def __post_init__(self) -> None:
@@ -217,6 +222,7 @@ class Problem:
         own["out_dtype"] = checks.as_out_dtype(
             self.out_dtype, self.dtype, DTYPES[self.dtype].scaled
         )
+        own["kv_dtype"] = self._checked_kv_dtype()
         own["precision"] = checks.as_precision(self.precision, tuple(PRECISIONS), self.dtype)
         for name in ("causal", "alibi", "sinks", "packed", "sparse"):
             own[name] = checks.as_flag(name, own[name])
@@ -506,6 +512,31 @@ class Problem:
     def largest_dim(self) -> int:
         """Larger one of the two head dimensions; block sizes are chosen for it."""
         return max(self.head_dim, self.d_v)
+
+    def _checked_kv_dtype(self) -> str | None:
+        """Return ``kv_dtype``, or None if it is ``dtype``.
+
+        Raise ValueError if ``kv_dtype`` is not allowed.
+        """
+        if self.kv_dtype in (None, self.dtype):
+            return None
+        if self.kv_dtype != E4M3.name or self.dtype not in ("float16", "bfloat16"):
+            raise ValueError(
+                f"kv_dtype, the dtype of k and v, must be the dtype of q ({self.dtype}), or "
+                f"{E4M3.name} for q in float16 or bfloat16, got {self.kv_dtype!r}"
+            )
+        if self.pages is None:
+            raise ValueError(
+                f"k and v of {E4M3.name} with q of {self.dtype} must be pages of a cache; pass "
+                "block_table and kv_lens, or quantise q too"
+            )
+        for name, d in (("q", self.head_dim), ("v", self.head_dim_v or self.head_dim)):
+            if d % 32 or d > MAX_WIDENED_DIM:
+                raise ValueError(
+                    f"head_dim of {name} must be a multiple of 32 and at most {MAX_WIDENED_DIM} "
+                    f"with pages of {E4M3.name}, got {d}"
+                )
+        return self.kv_dtype
 
     @property
     def whole_chunks(self) -> bool:

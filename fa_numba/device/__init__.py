@@ -39,6 +39,7 @@ from fa_numba.device.launch_record import DeviceArray, LaunchRecord
 from fa_numba.device.launching import (
     Launched,
     as_batch,
+    as_halves,
     as_one,
     broadcast,
     clear,

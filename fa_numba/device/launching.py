@@ -244,6 +244,17 @@ def permuted(array: Any, order: tuple[int, ...]) -> Any:
     return _seen_as(array, shape, strides)
 
 
+def as_halves(array: Any) -> Any:
+    """Return a launch argument with two neighbouring bytes of each row as one element of 16 bits.
+
+    The last axis of the array has an even length, and no gaps. No copy is made.
+    """
+    if isinstance(array, DeviceArray):
+        shape = (*array.shape[:-1], array.shape[-1] // 2)
+        return replace(array, shape=shape, strides=(*array.strides[:-1], 2), itemsize=2)
+    return array.view(np.uint16)
+
+
 def transposed(array: Any, order: tuple[int, ...]) -> Any:
     """Return a launch argument with a new first axis of length 1, then its axes in ``order``."""
     turned = permuted(array, order)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -204,6 +204,11 @@ def _conversion(name: str, dtype: str, library: str, allowed: Sequence[str]) -> 
     """
     integer = dtype.startswith(("int", "uint"))
     numeric = integer or dtype.startswith(("float", "bfloat", "bool", "<f", ">f"))
+    if dtype == E4M3.name:
+        return (
+            f"; {dtype} is for the forward pass of flash_attention_1 and flash_attention_2, with k "
+            "and v of that dtype too"
+        )
     if library not in _CONVERSIONS or not numeric or name == "out":
         return ""
     variable = variable_of(name)
@@ -606,7 +611,7 @@ def all_aligned(operands: Sequence[Operand], first: Operand) -> bool:
     return copies or all(x.aligned for x in operands)
 
 
-def check_together(operands: list[Operand], single: Sequence[Operand] = ()) -> None:
+def check_together(operands: list[Operand], single: Iterable[Operand] = ()) -> None:
     """Raise ValueError unless all arrays are on one device.
 
     Raise TypeError unless all ``operands`` have one dtype. The arrays in ``single`` may have other

@@ -160,9 +160,10 @@ class Binding:
         named = cast(OptionFields, others | lengths)
         return cls(named, shapes_of, starts, arrays, mask, seed, offset, paged, numbers)
 
-    def problem(self, *shapes: Any, dtype: str) -> Problem:
+    def problem(self, *shapes: Any, dtype: str, kv_dtype: str | None = None) -> Problem:
         """Return the ``Problem`` of a call. ``shapes`` are the shapes of q, k and v.
 
+        ``dtype`` is the dtype of q. ``kv_dtype`` is the dtype of k and v, or None for ``dtype``.
         Raises ValueError if the options do not match the shapes.
         """
         own = self.shapes
@@ -170,6 +171,7 @@ class Binding:
         problem = Problem.from_shapes(
             *shapes,
             dtype=dtype,
+            kv_dtype=kv_dtype,
             cu_seqlens_q=self.starts.get("cu_seqlens_q"),
             cu_seqlens_k=self.starts.get("cu_seqlens_k"),
             attn_mask=own.get("attn_mask"),
@@ -196,6 +198,12 @@ class Binding:
         """Raise ValueError unless scales are given for e4m3 arrays only, and fit their heads."""
         for name, heads in SCALES.items():
             if name not in self.shapes and name not in self.numbers:
+                continue
+            if problem.kv_dtype and name != "q_scale":
+                if name in self.shapes:
+                    pages = problem.pages or 0, problem.heads_k
+                    of = ", one scale for each page and head"
+                    checks.check_shape(name, self.shapes[name], pages, of=of)
                 continue
             if not DTYPES[problem.dtype].scaled:
                 raise ValueError(

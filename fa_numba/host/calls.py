@@ -8,7 +8,7 @@ from typing import Any
 
 from fa_numba import mods
 from fa_numba.choices.requests import Choices
-from fa_numba.dtypes import DTYPES
+from fa_numba.dtypes import DTYPES, E4M3
 from fa_numba.host import execution, held, launch_cache, placement, planning
 from fa_numba.host.arrays import (
     SUMS,
@@ -85,9 +85,15 @@ def _call_first_time(
     inputs = [operand(n, x, **dtypes.get(n, {})) for n, x in zip(names, given, strict=True)]
     arguments = Binding.of(options)
     matrices, rows = inputs[:5], inputs[5:]
-    check_together(matrices, [*rows, *arguments.arrays.values()])
     q, k, v, *others = matrices
-    problem = arguments.problem(q.shape, k.shape, v.shape, dtype=q.dtype)
+    # Pages of K and V can be e4m3 beside a Q of 16 bits.
+    cached = E4M3.name == k.dtype != q.dtype and arguments.paged.shape is not None
+    if cached:
+        check_together([k, v], [q])
+        check_together([q], arguments.arrays.values())
+    else:
+        check_together(matrices, [*rows, *arguments.arrays.values()])
+    problem = arguments.problem(q.shape, k.shape, v.shape, dtype=q.dtype, kv_dtype=k.dtype)
     for x in others:
         check_shape(x, problem.o_shape)
     for x in rows:
@@ -98,6 +104,8 @@ def _call_first_time(
         matrices = [*matrices, target]
     with placement.placed(q):
         aligned = aligned_rows(problem, matrices, q)
+        if cached:
+            check_pages_aligned((k, v), q)
         plan = planning.plan_of_attention(problem, choices, aligned, arguments.block_mask)
         arguments.check_mask(problem, choices.tiles, plan.tiles)
         placement.check_size(plan)
@@ -105,6 +113,19 @@ def _call_first_time(
         named = {**dict(zip(names.values(), inputs, strict=True)), **arguments.arrays}
         run = functools.partial(execution.execute_attention, plan, arguments)
         return launch_cache.run_and_keep(plan, named, stream, call, run, target, arguments.seeds)
+
+
+def check_pages_aligned(pages: Sequence[Operand], q: Operand) -> None:
+    """Raise ValueError unless rows of e4m3 pages start at multiples of 16 bytes.
+
+    ``q`` is the operand that decides on which device the call runs.
+    """
+    for x in pages:
+        if not all_aligned([x], q):
+            raise ValueError(
+                f"{x.name} must have rows that start at multiples of 16 bytes if it is {x.dtype}, "
+                f"got strides {x.strides} bytes at address {x.pointer:#x}; pass a contiguous copy"
+            )
 
 
 def aligned_rows(problem: Problem, operands: Sequence[Operand], q: Operand) -> bool:

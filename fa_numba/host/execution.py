@@ -44,6 +44,8 @@ def execute_attention(
         "split_rows": plan.split_rows,
     }
     found |= {name: by_heads(problem, arrays[name]) for name in TENSORS if name in arrays}
+    if problem.kv_dtype:  # kernels load two e4m3 as one element of 16 bits
+        found |= {name: device.as_halves(found[name]) for name in "KV"}
     rows = {name: by_heads(problem, arrays[name]) for name in _ROWS if name in arrays}
 
     def options(workspace: Mapping[str, Any]) -> dict[str, Any]:

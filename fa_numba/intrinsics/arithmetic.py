@@ -104,6 +104,27 @@ def inverse_power(typingctx, x):
     return of_registers(f"{{.reg .b32 t; {bits} mov.b32 $0, t;}}", types.float32, x)
 
 
+@emulated_by(lambda word: _viewed(word, np.uint32, np.float32))
+@intrinsic
+def as_float(typingctx, word):
+    """Return the float32 with the bits of the uint32 ``word``."""
+    return of_registers("mov.b32 $0, $1;", types.uint32, word, returns=types.float32)
+
+
+@emulated_by(lambda x: _viewed(x, np.float32, np.uint32))
+@intrinsic
+def as_word(typingctx, x):
+    """Return the bits of the float32 ``x`` as a uint32."""
+    return of_registers("mov.b32 $0, $1;", types.float32, x, returns=types.uint32)
+
+
+def _viewed(x, of, to):
+    """Return the bits of a number of dtype ``of``, or of an array, as the dtype ``to``."""
+    made = np.asarray(x).astype(of).view(to)
+    made = made.astype(np.int64) if made.dtype.kind == "u" else made
+    return made if isinstance(x, np.ndarray) else made[()]
+
+
 @emulated_by(lambda x: x)
 @intrinsic
 def opaque(typingctx, x):

@@ -97,6 +97,8 @@ def fa2(
     `fa_numba.io_model.planes`. For e4m3, V is stored by columns first; see the module
     `fa_numba.io_model.turned`.
 
+    Pages of K and V in e4m3 are counted in elements of 16 bits, each of which contains two numbers.
+
     With pages the block table is read too, once for K and once for V; see
     `fa_numba.io_model.paging.table_reads`. If `problem` does not contain the lengths, because they
     are in GPU memory, the counts are for sequences that fill all pages of the block table. Shorter
@@ -117,10 +119,11 @@ def fa2(
     block = _Block(tiles.Br // tile_heads, tiles.Bc)
     visits = visit_sums(problem, block, block_mask)
     columns, (row, row_v) = visits.columns // tile_heads, rows_loaded(problem, boxes=boxes)
+    halved = 2 if problem.kv_dtype else 1  # two e4m3 are loaded as one element of 16 bits
     loads = {
         "Q": kv_splits * head.rows * row,
-        "K": columns * row,
-        "V": values_loaded(problem, tiles, columns, visits.tiles) * row_v,
+        "K": columns * row // halved,
+        "V": values_loaded(problem, tiles, columns, visits.tiles) * row_v // halved,
         "bias": visits.pairs if problem.bias else 0,
     }
     if problem.page_size is not None:

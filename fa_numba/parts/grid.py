@@ -6,6 +6,8 @@ also need the field ``grouped``, which says whether several query heads share a 
 factories need the fields ``tile_heads`` or ``head_rows``.
 """
 
+from functools import cache
+
 from fa_numba.device import cuda, device_function, uint32
 from fa_numba.parts.namespace import part
 from fa_numba.parts.records import Head
@@ -78,12 +80,16 @@ def make_key_rows(spec):
 
     ``A`` is K, V, dK or dV, and the K/V head is ``head.hk``. If K and V are stored in pages, the
     result is a tuple instead: the array of all pages, the number of the K/V head, and the row of
-    the block table for the sequence.
+    the block table for the sequence. For pages of e4m3, ``A`` must be K. A fourth element of the
+    tuple then contains the scales of the head's pages.
     """
     packed, paged = spec.features.packed, spec.features.page_size > 0
+    scaled = spec.features.page_scales
 
     def key_rows(A, head):
         b = head.b
+        if scaled:
+            return A, head.hk, head.options.block_table[b], head.options.k_scale[head.hk]
         if paged:
             return A, head.hk, head.options.block_table[b]
         if packed:
@@ -92,6 +98,25 @@ def make_key_rows(spec):
         return A[b, head.hk]
 
     return key_rows
+
+
+@cache
+def make_value_rows(spec):
+    """Make ``value_rows(V, head)``, which returns the rows of one K/V head and one sequence in V.
+
+    ``key_rows`` explains the result.
+    """
+    return _scaled_value_rows(spec) if spec.features.page_scales else make_key_rows(spec)
+
+
+@part
+def _scaled_value_rows(spec):
+    """Make the function that ``make_value_rows`` describes, for pages of e4m3."""
+
+    def value_rows(V, head):
+        return V, head.hk, head.options.block_table[head.b], head.options.v_scale[head.hk]
+
+    return value_rows
 
 
 @part

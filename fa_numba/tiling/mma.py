@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any
 
-from fa_numba.integers import ceil_div
+from fa_numba.integers import ceil_div, round_up
 from fa_numba.tiling.mma_rows import CHUNK, TileRows
 from fa_numba.tiling.spec import MAX_THREADS, Spec, check_shared, with_threads
 from fa_numba.tiling.tiles import Tiles
@@ -82,7 +82,8 @@ class MmaSpec(Spec):
 
     @property
     def key_pieces(self) -> tuple[int, int]:
-        of_k, of_v = (gcd(n // CHUNK, self.threads) for n in (self.columns_k, self.columns))
+        rows = self.key_rows, self.value_rows
+        of_k, of_v = (gcd(x.columns // (self.planes * CHUNK), self.threads) for x in rows)
         return of_k, of_v
 
     @property
@@ -112,16 +113,38 @@ class MmaSpec(Spec):
 
     @property
     def rows(self) -> TileRows:
-        """Layout of the rows of sQ and sK in shared memory."""
+        """Layout of the rows of sQ in shared memory, and of sK unless ``key_rows`` differs."""
         swizzled = "swizzle" not in self.ablated
         padded = not swizzled and "padding" not in self.ablated
         return TileRows(self.planes * self.columns_k, swizzled, padded)
 
     @property
+    def key_rows(self) -> TileRows:
+        """Layout of the rows of sK in shared memory. An element of 16 bits contains two e4m3."""
+        if self.features.page_scales:
+            return replace(self.rows, columns=self.columns_k // 2)
+        return self.rows
+
+    @property
     def value_rows(self) -> TileRows:
-        """Layout of the rows of sV in shared memory."""
+        """Layout of the rows of sV in shared memory. An element of 16 bits contains two e4m3."""
+        if self.features.page_scales:
+            return replace(self.rows, columns=self.columns // 2)
+        return self.output_rows
+
+    @property
+    def output_rows(self) -> TileRows:
+        """Layout of the rows of O in shared memory."""
         columns = self.planes * self.columns
         return replace(self.rows, columns=columns) if self.head_dim_v else self.rows
+
+    @property
+    def scale_halves(self) -> int:
+        """Number of 16-bit elements in shared memory for the scales of a tile of e4m3 K or V.
+
+        There is a float32 scale for each 16 rows. The number is a multiple of 64.
+        """
+        return round_up(self.Bc // 8, 64) if self.features.page_scales else 0
 
     @property
     def plane_columns(self) -> tuple[int, int]:
@@ -130,7 +153,7 @@ class MmaSpec(Spec):
 
     @property
     def row_halves(self) -> int:
-        """Number of 16-bit elements of a row of Q or K in global memory.
+        """Number of 16-bit elements of a row of Q in global memory, and of a row of 16-bit K.
 
         With planes, a row contains all planes, each padded to ``columns_k`` elements.
         """
@@ -138,7 +161,7 @@ class MmaSpec(Spec):
 
     @property
     def row_halves_v(self) -> int:
-        """Number of 16-bit elements of a row of V in global memory.
+        """Number of 16-bit elements of a row of 16-bit V in global memory.
 
         With planes, a row contains all planes, each padded to ``columns`` elements.
         """
@@ -152,8 +175,10 @@ class MmaSpec(Spec):
     @property
     def tile_halves(self) -> tuple[int, ...]:
         """Numbers of 16-bit elements in shared memory: of sQ, one stage of sK, one stage of sV."""
-        pitch = self.rows.pitch
-        return self.Br * pitch, self.Bc * pitch, self.Bc * self.value_rows.pitch
+        of_columns = (
+            self.Bc * x.pitch + self.scale_halves for x in (self.key_rows, self.value_rows)
+        )
+        return self.Br * self.rows.pitch, *of_columns
 
     @property
     def exchange_floats(self) -> int:
@@ -217,8 +242,10 @@ class MmaSpec(Spec):
         """Whether O and S take at most 192 of a thread's 255 registers.
 
         The other registers are for operands, addresses, and numbers of each row such as l and m.
+        With pages of e4m3, Q must be in registers too (``keeps_q``).
         """
-        return self.accumulators <= 192
+        kept = self.keeps_q or not self.features.page_scales  # the order of Q's columns is changed
+        return self.accumulators <= 192 and kept
 
 
 @dataclass(frozen=True)

@@ -214,6 +214,8 @@ CASES = {
     "maximum": (arithmetic, "XX"),
     "inverse_power": (arithmetic, "x"),
     "opaque": (arithmetic, "w"),
+    "as_float": (arithmetic, "w"),
+    "as_word": (arithmetic, "x"),
     "larger_halves": (halfwords, "uuU"),
     "permute_bytes": (halfwords, "wwp"),
     "pack_f16": (matrix, "XX"),

@@ -36,7 +36,7 @@ def make_forward(spec):
         head = grid.head(Q, K, group, options)
         Qh, Oh = grid.query_rows(Q, head), grid.query_rows(O, head)
         Ah = grid.query_rows(A, head)
-        Kh, Vh = grid.key_rows(K, head), grid.key_rows(V, head)
+        Kh, Vh = grid.key_rows(K, head), grid.value_rows(V, head)
         lh, mh = grid.query_rows(l, head), grid.query_rows(m, head)
         state = State(Oh, Ah, lh, mh)
         rows = uint32(Qh.shape[0])
@@ -82,7 +82,7 @@ def make_forward(spec):
                 softmax.drop(rS, tile)
                 # FA-1 line 12, FA-2 line 10: O = diag(e^(m_old - m_new)) O + Pij Vj
                 softmax.scale_rows(rO, rf)
-                products.add_output(rO, rS, sV, unit, options)
+                unit = products.add_output(rO, rS, sV, unit, options)
                 softmax.combine(rO, rm, rl, sO, thread)  # ... over warps, where they split the keys
                 # FA-1 lines 12, 13, FA-2 lines 12, 14: O = diag(l)^-1 O, to global memory
                 softmax.normalise_rows(rO, rl)

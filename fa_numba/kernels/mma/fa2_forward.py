@@ -40,7 +40,7 @@ def make_forward(spec):
         warp_row, thread = grid.thread()
         head = grid.head(Q, K, group, options)
         Qh, Oh, Lh = grid.query_rows(Q, head), grid.query_rows(O, head), grid.query_rows(L, head)
-        Kh, Vh = grid.key_rows(K, head), grid.key_rows(V, head)
+        Kh, Vh = grid.key_rows(K, head), grid.value_rows(V, head)
         rows = uint32(Qh.shape[0])
         i0, split = grid.row_tile(options)  # Alg. 1 line 3: row tile i
         j0, j_end = visits.columns_seen(i0, head)
@@ -81,9 +81,10 @@ def make_forward(spec):
             softmax.drop(rS, tile)
             # FA-1 line 12, FA-2 line 10: O = diag(e^(m_old - m_new)) O + Pij Vj
             softmax.rescale_rows(rO, rf)
-            products.add_output(rO, rS, sV, unit, options)
+            unit = products.add_output(rO, rS, sV, unit, options)
             j0 = j_next
 
+        products.finish_output(rO, unit)
         softmax.sum_lanes(rl)  # Alg. 1 line 9: l of whole rows, whose columns lie with four lanes
         if SPLITS:  # merge_splits takes O, l and m of this block's columns
             epilogue.write_split(rO, rl, rm, split, i0, rows, head, thread)

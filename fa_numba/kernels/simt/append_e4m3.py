@@ -146,7 +146,7 @@ def _make_append_rows(head_dim, dtype, aligned):
 @device_function
 def _power_above(largest):
     """Return the least power of two s with largest / s <= 448, but at least 2^-100."""
-    x = maximum(float32(largest * float32(1.0 / LARGEST)), float32(SMALLEST))
+    x = maximum(float32(largest * float32(1.0 / LARGEST)), SMALLEST)
     factor = inverse_power(x)
     if x * factor > ONE:
         factor *= float32(0.5)

@@ -52,7 +52,7 @@ _SIZE = _EACH * COLUMNS
 _WORDS = _SIZE // 4
 _REDUCING = 256  # threads of the kernel that computes the scales
 INF, NAN = float32(math.inf), float32(math.nan)
-SMALLEST = 2.0**-100  # of max |x|, below which the scale is 1
+SMALLEST = float32(2.0**-100)  # of max |x|, below which the scale is 1
 _philox = device_function(make_philox(uint32, uint64))
 
 
@@ -70,7 +70,7 @@ def lanes(head_dim):
 def scale_of(largest):
     """Return the scale of rows whose largest absolute number is ``largest``."""
     scale = ONE
-    if largest >= float32(SMALLEST):
+    if largest >= SMALLEST:
         scale = float32(largest * float32(1.0 / LARGEST))
     return scale
 

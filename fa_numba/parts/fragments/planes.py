@@ -26,6 +26,7 @@ P_SCALE, P_SCALE_BACKWARD = float32(2.0**15), float32(2.0**13)
 # Scaling moves the largest element of an array to 2^13 or above, and below 2^14. Elements above
 # FINITE (inf and NaN) are ignored. The largest element counts as at least _LEAST and at most _MOST,
 # so that the powers of two are float32 numbers.
+START = float32(2.0**100)
 TARGET, FINITE = float32(2.0**13), float32(3.4028234e38)
 _LEAST, _MOST = float32(2.0**-100), float32(2.0**126)
 
@@ -38,14 +39,16 @@ def make_units(spec):
     The kernel multiplies the product Q KT of planes by the first factor. The result is ``scale``
     times Q KT. The kernel multiplies the product P V of planes by the second factor. The result is
     the output. With dropout, the second factor contains 1 / (1 - dropout_p). If the kernel does not
-    work with planes, the two factors are ``scale`` and 1.
+    work with planes, the two factors are ``scale`` and 1. For pages of e4m3, the second factor is
+    START, the first ``unit`` of ``parts.mma.widened``.
     """
     scaled, packed = spec.features.scaled, spec.features.packed
     drops = spec.features.dropout and spec.planes > 1
     inverse = float32(1.0 / P_SCALE)
+    first = START if spec.features.page_scales else ONE
 
     def units(scale, head):
-        unit = ONE
+        unit = first
         if drops:
             unit = head.options.inverse_keep
         if scaled:

@@ -39,6 +39,7 @@ class grid:
     from fa_numba.parts.grid import make_query_rows as query_rows
     from fa_numba.parts.grid import make_row_tile as row_tile
     from fa_numba.parts.mma.grid import make_thread as thread
+    from fa_numba.parts.grid import make_value_rows as value_rows
 class load:
     from fa_numba.parts.mma.load import make_column_tiles as column_tiles
     from fa_numba.parts.mma.load import make_columns as columns
@@ -73,6 +74,7 @@ class products:
     from fa_numba.parts.mma.products import make_add_stage as add_stage
     from fa_numba.parts.mma.products import make_add_stage_transposed as add_stage_transposed
     from fa_numba.parts.mma.products import make_dq as dq
+    from fa_numba.parts.mma.products import make_finish_output as finish_output
     from fa_numba.parts.mma.products import make_load_fragments as load_fragments
     from fa_numba.parts.mma.products import make_load_value_fragments as load_value_fragments
     from fa_numba.parts.fragments.planes import make_score_factor as score_factor

@@ -30,8 +30,8 @@ def make_write_tile(spec):
     if spec.tile_heads > 1:
         return _write_tile_of_heads(spec)
     d, wide = spec.d_v, spec.stores_wide
-    store_rows = _make_store_rows(spec.TM, spec.value_rows, spec.row_step, spec.dtype)
-    write_whole = _make_write_whole(8 * spec.TM, spec.value_rows, False)
+    store_rows = _make_store_rows(spec.TM, spec.output_rows, spec.row_step, spec.dtype)
+    write_whole = _make_write_whole(8 * spec.TM, spec.output_rows, False)
     write_rows = make_write_rows(spec)
 
     def write_tile(rO, sO, O, warp_row, row0, rows_end, thread):

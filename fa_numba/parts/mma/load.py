@@ -6,7 +6,8 @@ calls.
 
 from functools import cache
 
-from fa_numba.device import cuda, device_function, int32, int64, uint32
+from fa_numba.device import cuda, device_function, float32, int32, int64, uint32
+from fa_numba.intrinsics.arithmetic import as_word
 from fa_numba.intrinsics.async_copy import (
     commit_async,
     copy8_async,
@@ -14,7 +15,7 @@ from fa_numba.intrinsics.async_copy import (
     copy_value_async,
     wait_async,
 )
-from fa_numba.intrinsics.shared import half_tile, shared_tile
+from fa_numba.intrinsics.shared import half_tile, shared_tile, store2
 from fa_numba.parts.mma.chunks import ChunkMap, make_first_chunk, make_turn
 from fa_numba.parts.mma.swizzle import make_exchange, make_first_place
 from fa_numba.parts.namespace import part
@@ -31,6 +32,7 @@ def _make_load_halves(rows, spec, page_size=0, of_v=False):
 
     The tile has ``rows`` rows from ``row0`` on. Rows at or past ``rows_end``, and columns past the
     head dimension, become 0 and are not read. ``of_v`` says that the tile has V's head dimension.
+    A ``page_size`` above 0 says that the tile is a tile of K or V.
 
     - If rows of T are unaligned, they are copied element by element, without asynchronous copies.
     - If T is stored in pages of ``page_size`` rows, T is the tuple that ``grid.key_rows`` returns.
@@ -38,7 +40,11 @@ def _make_load_halves(rows, spec, page_size=0, of_v=False):
     - If ``ablate`` switches off prefetching, the function waits until its copies are complete.
     """
     places, d = (spec.value_rows, spec.row_halves_v) if of_v else (spec.rows, spec.row_halves)
-    load = make_half_tile(rows, places, spec.threads, spec.loads_aligned, page_size)
+    scaled = page_size > 0 and spec.features.page_scales
+    if scaled:
+        places = spec.value_rows if of_v else spec.key_rows
+        d //= 2
+    load = make_half_tile(rows, places, spec.threads, spec.loads_aligned, page_size, scaled=scaled)
     prefetches = spec.prefetches
 
     def load_halves(sT, T, row0, rows_end):
@@ -100,7 +106,8 @@ def make_v(spec):
 
     V can have its own head dimension. ``_make_load_halves`` explains the arguments.
     """
-    return _make_load_halves(spec.Bc, spec, spec.features.page_size, of_v=bool(spec.head_dim_v))
+    own_rows = bool(spec.head_dim_v) or spec.features.page_scales
+    return _make_load_halves(spec.Bc, spec, spec.features.page_size, of_v=own_rows)
 
 
 @part
@@ -258,7 +265,7 @@ def make_next_k(spec):
 
 
 @part
-def make_half_tile(count, rows, threads, aligned, page_size=0, heads=1):
+def make_half_tile(count, rows, threads, aligned, page_size=0, heads=1, scaled=False):
     """Make ``half_tile(sT, place, T, row0, rows_end, col0, cols_end)``, which starts to copy a tile
     of T to sT.
 
@@ -272,6 +279,8 @@ def make_half_tile(count, rows, threads, aligned, page_size=0, heads=1):
     - If ``aligned`` is true, the rows of T start at 16-byte addresses. Otherwise elements are
       copied one by one, without asynchronous copies.
     - If ``page_size`` is above 0, T is stored in pages of ``page_size`` rows.
+    - If ``scaled`` is true, the pages are e4m3. The scale of each 16 rows is stored after the tile,
+      as a float32 in two elements. It is 0 if these rows are at or past ``rows_end``.
     """
     chunks = ChunkMap(count, rows.columns // CHUNK, threads)
     copies, whole = chunks.turns, chunks.whole
@@ -279,7 +288,7 @@ def make_half_tile(count, rows, threads, aligned, page_size=0, heads=1):
     first_place, pitch = make_first_place(rows, chunks), rows.pitch
     exchange = make_exchange(rows)
     if page_size:
-        return _make_load_paged_tile(count, rows, threads, aligned, page_size)
+        return _make_load_paged_tile(count, rows, threads, aligned, page_size, scaled)
     copy, element = _accesses(heads)
 
     def half_tile(sT, place, T, row0, rows_end, col0, cols_end):
@@ -308,12 +317,12 @@ def make_half_tile(count, rows, threads, aligned, page_size=0, heads=1):
 
 
 @part
-def _make_load_paged_tile(count, rows, threads, aligned, page_size):
+def _make_load_paged_tile(count, rows, threads, aligned, page_size, scaled):
     """Make the function that ``make_half_tile`` describes, for K or V in pages.
 
     In this function, the argument T is a tuple: the array of all pages, the number of the K/V head,
-    and the row of the block table for the sequence. ``make_half_tile`` explains the arguments of
-    this factory.
+    and the row of the block table for the sequence. If ``scaled`` is true, the scales of the pages
+    are a fourth element. ``make_half_tile`` explains the arguments of this factory.
     """
     chunks = ChunkMap(count, rows.columns // CHUNK, threads)
     copies, whole = chunks.turns, chunks.whole
@@ -322,9 +331,12 @@ def _make_load_paged_tile(count, rows, threads, aligned, page_size):
     exchange, page_of = make_exchange(rows), make_page_of(page_size)
     # The rows of a warp in a turn, 16 at most, are in one page: lane 0 looks it up for all.
     shared = turns_in_a_page(page_size, count, threads, chunks.width) * chunks.along
+    SCALES, COPIES = count * pitch, copies
 
     def load_paged_tile(sT, place, T, row0, rows_end, col0, cols_end):
-        pages, h, table = T
+        pages, h, table = T[0], T[1], T[2]
+        if scaled:
+            scales = cuda.local.array(COPIES, uint32)
         page = row_of_page = uint32(0)
         for n in range(copies):
             down, right = turn(n)
@@ -336,6 +348,10 @@ def _make_load_paged_tile(count, rows, threads, aligned, page_size):
             if n % shared == 0:
                 page = page_of(table, row, there, 0)
                 row_of_page = uint32(row % uint32(page_size))
+            if scaled:
+                scales[n] = as_word(float32(0.0))
+                if there and right == 0:
+                    scales[n] = as_word(T[3][page])
             further = down - turn(n - n % shared)[0]
             if whole or r < uint32(count - down):
                 length = int32(0)
@@ -352,6 +368,14 @@ def _make_load_paged_tile(count, rows, threads, aligned, page_size):
                                 pages[page, h, uint32(row_of_page + further), uint32(col + e)]
                             )
                         sT[uint32(at + e)] = half
+        if scaled:
+            for n in range(copies):
+                down, right = turn(n)
+                r, c = first_chunk(cuda.threadIdx.x)
+                first = c == uint32(0) and right == 0 and uint32(r + down) % uint32(16) == uint32(0)
+                if first and (whole or r < uint32(count - down)):
+                    at = uint32(place + SCALES + 2 * (uint32(r + down) // uint32(16)))
+                    store2(sT, at, scales[n])
 
     return load_paged_tile
 

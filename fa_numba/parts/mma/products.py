@@ -21,7 +21,7 @@ from fa_numba.parts.fragments.planes import make_score_factor as make_score_fact
 from fa_numba.parts.fragments.planes import make_units as make_units
 from fa_numba.parts.layout import make_column, make_row
 from fa_numba.parts.layout import make_warp_column as make_warp_column
-from fa_numba.parts.mma import planes
+from fa_numba.parts.mma import planes, widened
 from fa_numba.parts.mma.fragments import make_load_fragment, make_place
 from fa_numba.parts.mma.swizzle import make_further
 from fa_numba.parts.namespace import part
@@ -44,6 +44,8 @@ def make_scores(spec):
     ``spec.keeps_q``, the registers rQ already hold the fragments of Q. Otherwise each fragment is
     loaded from sQ into rQ before its use.
     """
+    if spec.features.page_scales:
+        return widened.make_scores(spec)
     return planes.make_scores_of_planes(spec) if spec.planes > 1 else _make_scores(spec)
 
 
@@ -109,15 +111,47 @@ def make_add_output(spec):
     ``rP`` holds P in float32. Elements that ``drop`` has marked as dropped are negative. The
     function rounds P to 16 bits. If the kernel works with planes, the product is multiplied by the
     factor ``unit``. Otherwise ``unit`` is ignored.
+
+    The function returns ``unit``. It has a new value if V is e4m3 (``widened.make_add_output``).
     """
+    if spec.features.page_scales:
+        return widened.make_add_output(spec)
+    add = _make_add_output(spec)
+
+    def add_output(rO, rP, sV, unit, options):
+        add(rO, rP, sV, unit, options)
+        return unit
+
+    return add_output
+
+
+@part
+def _make_add_output(spec):
+    """Make the function that ``make_add_output`` describes, for 16-bit V and for planes."""
     if spec.planes > 1:
         return planes.make_add_output_of_planes(spec)
     add = add_fragment_product(spec, spec.features.dropout)
 
-    def add_output(rO, rP, sV, unit, options):
+    def add_16_bit_output(rO, rP, sV, unit, options):
         add(rO, rP, sV, options)
 
-    return add_output
+    return add_16_bit_output
+
+
+@part
+def make_finish_output(spec):
+    """Make ``finish_output(rO, unit)``, which completes O after the last tile.
+
+    ``unit`` is the last result of ``add_output``. Only for e4m3 V there is something to do
+    (``widened.make_finish_output``).
+    """
+    if spec.features.page_scales:
+        return widened.make_finish_output(spec)
+
+    def finish_output(rO, unit):
+        pass
+
+    return finish_output
 
 
 @cache
@@ -350,6 +384,7 @@ def make_load_fragments(spec):
     """
     R, K, pitch, keeps = spec.TM // 2, spec.planes * spec.DK, spec.rows.pitch, spec.keeps_q
     place, load_fragment = make_place(spec.rows), make_load_fragment(spec)
+    scaled, order = spec.features.page_scales, widened.make_order_queries(spec)
 
     def load_fragments(rQ, sQ, row0):
         if keeps:
@@ -357,6 +392,8 @@ def make_load_fragments(spec):
             for r in range(R):
                 for k in range(K):
                     load_fragment(rQ, sQ, at, r, k)
+            if scaled:
+                order(rQ)
 
     return load_fragments
 
