@@ -1,4 +1,4 @@
-"""Times decoding with a model of CodeLlama-34B's shape, with key splits and without (end to end).
+"""Times decoding with a model of CodeLlama-34B's shape, with and without key splits.
 
 The experiment repeats the end-to-end measurement of the Flash-Decoding article: batch size 1, and
 512 to 64k keys. The weights are random, in bf16. They take 67 GB, so that one GPU needs at least 96

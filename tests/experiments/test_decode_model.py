@@ -29,6 +29,11 @@ def rows(keys=512, failure=""):
     return [r for s in decode_model.SERIES for r in decode_model.rows_of(*given, s, "some-gpu")]
 
 
+def synthetic():
+    """Rows of two lengths, as the figure draws them."""
+    return [*rows(512), *rows(1024)]
+
+
 def test_the_model_has_the_shape_of_codellama_34b():
     sizes = decode_model.CODELLAMA
     assert sizes.head_dim == 128 and sizes.parameters() == pytest.approx(33.74e9, rel=1e-3)
@@ -44,7 +49,7 @@ def test_rows_have_times_and_tokens_per_second():
 
 
 def test_the_table_and_the_figure():
-    known = [*rows(512), *rows(1024)]
+    known = synthetic()
     lines = decode_model.table(known).body.splitlines()[2:]
     assert lines == [f"| {N} | 125.0 | 500.0 | 125.0 | - | 4.00 | 4.00 |" for N in ("512", "1k")]
     figure = decode_model.draw(known)

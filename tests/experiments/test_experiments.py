@@ -17,8 +17,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import test_ring_experiment
-import test_training
 from experiment_helpers import made_up as row_of
 from experiment_helpers import on_some_gpu, put_on_path, recorded
 from matplotlib.figure import Figure
@@ -62,6 +60,9 @@ from fa_numba.problem import Problem
 NAMES = sorted(
     path.stem for path in (REPOSITORY / "experiments").glob("*.py") if path.stem[0] != "_"
 )
+# The test files of experiments that are not called test_NAME.
+FILES = {"char_model": "test_training", "training": "test_training_steps",
+         "ring": "test_ring_experiment"}  # fmt: skip
 STUDIES = [module.STUDY for module in (speed, speed_backward, speed_bf16, speed_fp16)]
 
 
@@ -76,16 +77,12 @@ def synthetic(name, machine="some-gpu"):
 @functools.cache
 def made_up(name):
     rows = []
-    found = importlib.util.find_spec(f"test_{name}")
+    found = importlib.util.find_spec(FILES.get(name, f"test_{name}"))
     own = found and importlib.import_module(found.name)
     if hasattr(own, "synthetic"):
         rows = own.synthetic()
         if name == "loop_cost":
             rows += own.synthetic_on_hopper()
-    elif name == "char_model":
-        rows = test_training.synthetic()
-    elif name == "ring":
-        rows = test_ring_experiment.synthetic()
     elif name == "io_vs_seqlen":
         tiles = SimpleNamespace(Br=64, Bc=64)
         for place in (MODEL, EMULATOR):
@@ -185,7 +182,7 @@ def test_help_explains(arguments, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["run", "spead", "x"], "timeline or variants, got 'spead'; did you mean 'speed'?"),
+        (["run", "spead", "x"], "training or variants, got 'spead'; did you mean 'speed'?"),
         (["draw", "speed", "lab"], "argument NAME: must be block_size, block_sparse, "),
         (["draw", "speed", "--quik"], "there is no option --quik; did you mean '--quick'?"),
         (["run", "speed", "--seqlens", "512,x"], "from 1 to 1048576, such as 4k (4096), got 'x'"),
