@@ -568,6 +568,9 @@ class JaxArray(Array):
     def block_until_ready(self):
         _driver().note("ready", address(self))
 
+    def view(self, dtype):
+        return JaxArray(self.values.view(dtype), self.platform, self.count)
+
 
 @contextlib.contextmanager
 def no_jax_but_its_names():

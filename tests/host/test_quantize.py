@@ -1,15 +1,20 @@
 """`fa_numba.quantize` against its definition in float64, on a GPU too; what it refuses."""
 
 import re
+import sys
 
 import numpy as np
 import pytest
 from helpers import numpy_dtype
+from stand_in_device import JaxArray, no_gpu_but_its_driver, no_jax_but_its_names, on_gpu
 
 import fa_numba
 from fa_numba import device as devices
 from fa_numba import reference
 from fa_numba.device import linking
+from fa_numba.dtypes import E4M3
+from fa_numba.host import arrays
+from fa_numba.host.arrays import operand
 from fa_numba.kernels.simt import quantize as kernels
 
 SHAPE = (2, 3, 130, 32)
@@ -153,6 +158,45 @@ def test_older_gpus_are_refused(monkeypatch):
     monkeypatch.setattr(devices, "compute_capability", lambda: (8, 0))
     with pytest.raises(ValueError, match="compute capability 8.9 or newer, .* got 8.0"):
         fa_numba.quantize(np.zeros((1, 1, 4, 16), np.float32))
+
+
+def test_arrays_of_libraries_with_and_without_the_dtype():
+    """Bits in uint8 stand for e4m3 if the library has no such dtype and the call allows e4m3."""
+    e4m3 = E4M3.name
+    with no_gpu_but_its_driver(), no_jax_but_its_names():
+        bits = np.zeros((1, 1, 4, 16), np.uint8)
+        given = on_gpu(bits)
+        found = operand("q", given, ("float16", e4m3))
+        assert (found.dtype, found.strides[-1], found.aligned) == (e4m3, 1, True)
+        assert found.empty((2,), e4m3).dtype == np.uint8
+        with pytest.raises(TypeError, match="the results cannot be bfloat16"):
+            found.empty((2,), "bfloat16")
+        with pytest.raises(TypeError, match="q must be float32, float16 or bfloat16, got uint8"):
+            operand("q", given)
+        of_jax = operand("q", JaxArray(given.values.view(numpy_dtype(e4m3))), (e4m3,))
+        assert (of_jax.dtype, of_jax.library) == (e4m3, "jax")
+        assert of_jax.pointer == found.pointer
+    with pytest.raises(TypeError, match="q must be float16 or float8_e4m3fn, got uint8"):
+        operand("q", bits, ("float16", e4m3))  # NumPy's has ml_dtypes
+
+
+def test_without_ml_dtypes_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    with monkeypatch.context() as context:
+        context.setattr(np, "dtype", _only_known(np.dtype))
+        with pytest.raises(ImportError, match=r"need .* ml_dtypes; install .* 'fa_numba\[fp8\]'"):
+            arrays.numpy_dtype(E4M3.name)
+
+
+def _only_known(dtype):
+    """``numpy.dtype`` as it is without ml_dtypes, which registers the names of its dtypes."""
+
+    def known(name):
+        if name == E4M3.name:
+            raise TypeError(name)
+        return dtype(name)
+
+    return known
 
 
 @pytest.mark.slow
