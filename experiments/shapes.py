@@ -195,7 +195,7 @@ def at(point: Point, pass_: str) -> list[str]:
         found.append(MMA)
     peer = KINDS[point.kind].peer
     compared = [peers.FLASH, peers.CUDNN] if peer == peers.FLASH else [peer]
-    if peer == peers.FLASH and not point.given(point.problem):
+    if peers.in_fa4(point.problem) and not point.given(point.problem):
         compared.append(peers.FA4)
     return [*found, *peers.here(compared)]
 
@@ -238,7 +238,9 @@ def make(series: str, pass_: str, problem: Problem, arrays: Sequence[Any]) -> Ca
         if pass_ == "fwd":
             return flex.call(problem, *arrays[:3], **options)
         return flex.gradients(problem, pass_, *arrays, **options)
-    if calls.theirs(series):
+    if series == peers.FA4:
+        options = {}  # `peers` takes the window and the softcap from the problem
+    elif calls.theirs(series):
         if options:
             raise ValueError(f"series {series} does not support {', '.join(options)}")
     elif pass_ == "fwd":

@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import replace
 from types import CellType, FunctionType
 from typing import Any
 from unittest import mock
@@ -344,6 +345,27 @@ def _times(
                 )
             )
             yield calls.time_row(timing, failure, name, **own)
+        like = of_fa4(name)
+        if like is not None and peers.here((peers.FA4,)):
+            own = columns(NAME, peers.FA4, TIMED, machine, pass_=pass_)
+            timing, failure = attempt(
+                lambda pass_=pass_, like=like: time_call(
+                    calls.make(peers.FA4, pass_, like, arrays),
+                    lambda result: alike(pass_, result),
+                    seconds=SECONDS,
+                )
+            )
+            yield calls.time_row(timing, failure, name, **own)
+
+
+def of_fa4(name: str) -> Problem | None:
+    """Return the problem with which flash-attn-4 computes a variant; None if it has no option."""
+    options: dict[str, dict[str, Any]] = {
+        "causal": {"causal": True},
+        "sliding window": {"window": (TIMED.seqlen_q // 8 - 1, 0)},
+        "softcap": {"softcap": 2.0},
+    }
+    return replace(TIMED, **options[name]) if name in options else None
 
 
 def times(rows: Sequence[Row], metric: str = "time") -> dict[tuple[str, str, str], float]:
@@ -370,13 +392,15 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
     if not names:
         return None
     every = [s for s in (*SERIES, peers.FLEX) if any(row.series == s for row in measured)]
+    more = [peers.FA4] if any(row.series == peers.FA4 for row in measured) else []
     by = {(row.place, row.series, row.pass_): row for row in measured}
     lines = []
     for name in names:
         share = visited.get((name, every[-2], "fwd"))
         line = [name, tables.MISSING if share is None else f"{1 - share:.0%}"]
         for pass_ in PASSES:
-            line += [tables.cell(by.get((name, s, pass_)), "{:.2f}".format) for s in every]
+            shown = (*every, *more)
+            line += [tables.cell(by.get((name, s, pass_)), "{:.2f}".format) for s in shown]
             ratio = over_flex(rows, name, pass_)
             line.append(tables.MISSING if ratio is None else f"{ratio:.2f}")
         for series in every[-2:]:
@@ -385,7 +409,7 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
         lines.append(line)
     header = ["variant", "tiles skipped"]
     for what in ("forward", "backward"):
-        header += [f"{what}, {LABELS[series]}" for series in every]
+        header += [f"{what}, {LABELS[series]}" for series in (*every, *more)]
         header.append(f"{what}, flex_attention / FA-2")
     header += [f"compiling, s, {LABELS[series]}" for series in every[-2:]]
     p = TIMED

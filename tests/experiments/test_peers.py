@@ -1,11 +1,13 @@
 """Calls of flash-attn-4, by stand-ins for torch and for flash-attn-4 that compute with NumPy."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from experiments import shapes, speed_fp16
+from experiments import shapes, speed_fp16, variants
+from experiments.beside import variant_times
 from experiments.lab.measure import calls, peers
 from experiments.lab.measure.workloads import fa2_setting
 from fa_numba.problem import Problem
@@ -75,6 +77,39 @@ def test_the_forward_pass_has_the_layout_of_each_library(asked):
     assert options == {"softmax_scale": PROBLEM.scale, "causal": True}
     run()
     assert asked[1][0][0] is given[0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "option"),
+    [
+        ({"window": (7, 0)}, {"window_size": (7, 0)}),
+        ({"window": (-1, 2)}, {"window_size": (None, 2)}),
+        ({"softcap": 2.0}, {"softcap": 2.0}),
+    ],
+)
+def test_a_window_and_a_softcap_are_given(asked, fields, option):
+    problem = replace(PROBLEM, causal=False, **fields)
+    calls.make(peers.FA4, "fwd", problem, arrays()[:3])()
+    common = {"softmax_scale": problem.scale, "causal": False}
+    assert asked[0][1] == common | option and peers.in_fa4(problem)
+    other = replace(PROBLEM, alibi=True)
+    assert not peers.in_fa4(other)
+    with pytest.raises(ValueError, match="without bias, ALiBi, packed sequences and lengths"):
+        calls.make(peers.FA4, "fwd", other, arrays()[:3])
+
+
+def test_the_variants_of_flash_attn_4_are_those_of_our_functions():
+    """Its options show each row the columns that our mask shows, and change scores alike."""
+    N = variant_times.TIMED.seqlen_q
+    seen = variants.VARIANTS["sliding window"](N, 1)["mask_mod"]
+    left, right = variant_times.of_fa4("sliding window").window
+    for i, j in ((N - 1, N - 1 - left), (N - 1, N - 2 - left), (5, 5 + right), (5, 6 + right)):
+        assert seen(0, 0, i, j) == (i - left <= j <= i + right)
+    cap = variant_times.of_fa4("softcap").softcap
+    change = variants.VARIANTS["softcap"](N, 1)["score_mod"]
+    assert change(3.0, 0, 0, 0, 0) == pytest.approx(cap * np.tanh(3.0 / cap))
+    assert variant_times.of_fa4("causal").causal and variant_times.of_fa4("alibi") is None
+    assert {"causal", "sliding window", "softcap"} <= {*variants.VARIANTS}
 
 
 @pytest.mark.parametrize("pass_", ["bwd", "fwd+bwd"])

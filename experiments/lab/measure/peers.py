@@ -85,6 +85,23 @@ def here(series: Iterable[str]) -> tuple[str, ...]:
     return tuple(name for name in series if name != FA4 or fa4() is not None)
 
 
+def in_fa4(problem: Problem) -> bool:
+    """Return whether flash-attn-4 has every option of a problem: causal mask, window and softcap.
+
+    Parameters
+    ----------
+    problem : Problem
+        The problem.
+
+    Returns
+    -------
+    bool
+        False for a bias, ALiBi, packed sequences or lengths.
+    """
+    lengths = problem.q_lens is not None or problem.kv_lens is not None
+    return not (problem.alibi or problem.bias is not None or problem.packed or lengths)
+
+
 def versions() -> dict[str, str | None]:
     """Return the versions of the other libraries, for the JSON file of a recording.
 
@@ -263,8 +280,19 @@ def _call_fa4(problem: Problem, q: Any, k: Any, v: Any) -> Callable[[], Any]:
             "flash-attn-4 must be installed, and the GPU must have compute capability 9.0 or higher"
         )
 
+    if not in_fa4(problem):
+        raise ValueError(
+            "flash-attn-4 must get a problem without bias, ALiBi, packed sequences and lengths; "
+            "use another peer"
+        )
+    options: dict[str, Any] = {"softmax_scale": problem.scale, "causal": problem.causal}
+    if problem.window != (-1, -1):
+        options["window_size"] = tuple(None if side < 0 else side for side in problem.window)
+    if problem.softcap is not None:
+        options["softcap"] = problem.softcap
+
     def run() -> Any:
-        result = attention(q, k, v, softmax_scale=problem.scale, causal=problem.causal)
+        result = attention(q, k, v, **options)
         return result[0] if isinstance(result, tuple) else result
 
     return run
