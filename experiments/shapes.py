@@ -367,9 +367,10 @@ def ratios(rows: Sequence[Row]) -> dict[tuple[str, str], Over]:
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """Draw the ratios of torch's times to our times by class. Return None without ratios."""
+    """Draw the ratios of other kernels' times to our times by class. Return None without ratios."""
     found = ratios(rows)
-    shown = (peers.FLASH, peers.FLEX, peers.UNFUSED, peers.CUDNN)
+    shown = (peers.FLASH, peers.FLEX, peers.UNFUSED, peers.CUDNN, peers.FA4)
+    whose = "another kernel's" if any(peers.FA4 in over for over in found.values()) else "torch's"
     every = [x for over in found.values() for s in shown for x in over.get(s, {}).values()]
     if not every:
         return None
@@ -378,7 +379,7 @@ def draw(rows: Sequence[Row]) -> Any:
     ax.axvline(1.0, color="#555555", lw=1.0)
     for line, over in enumerate(found.values()):
         for series in (s for s in shown if s in over):
-            values, y = over[series].values(), line + (0.2 if series == peers.CUDNN else -0.2)
+            values, y = over[series].values(), line + _HEIGHTS.get(series, -0.2)
             look: dict[str, Any] = {"ls": "", "alpha": 0.6, "label": LABELS[series]}
             style.line(ax, [(x, y) for x in sorted(values)], series, **look)
             middle = statistics.median(values)
@@ -392,12 +393,15 @@ def draw(rows: Sequence[Row]) -> Any:
         xticks=[x for x in (0.5, 0.7, 0.9, 1, 1.2, 1.5, 2, 3, 4, 6) if low <= x <= high],
     )
     style.plain_ticks(ax.xaxis)
-    ax.set_xlabel("torch's time / our time (ratio; to the right of 1 ours is faster)")
+    ax.set_xlabel(f"{whose} time / our time (ratio; to the right of 1 ours is faster)")
     median = style.key("median", marker="|", ls="", ms=12, mew=3.0)
     what = 'fp16; a mark: one problem, ours with unit="auto"'
     handles = [*style.handles(ax).values(), median]
     style.legend(figure, handles, f"{_message(found)}\n{what}")
     return figure
+
+
+_HEIGHTS = {peers.CUDNN: 0.2, peers.FA4: 0.0}  # where a series is drawn in the line of a class
 
 
 def _message(found: Mapping[tuple[str, str], Over]) -> str:
@@ -413,8 +417,11 @@ def _message(found: Mapping[tuple[str, str], Over]) -> str:
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
     """Return the table of the ratios of times by class of shapes."""
-    lines = []
-    for (name, pass_), over in ratios(rows).items():
+    lines, found = [], ratios(rows)
+    others = [peers.CUDNN, MMA]
+    if any(peers.FA4 in over for over in found.values()):
+        others.insert(1, peers.FA4)
+    for (name, pass_), over in found.items():
         kind = KINDS[name]
         ours = [r for r in rows if (r.series, r.pass_, kind_of(r)) == (AUTO, pass_, name)]
         failed = sum(row.failed for row in ours)
@@ -422,10 +429,11 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
         beside = over.get(kind.peer, {})
         cells = [kind.title, PASSES[pass_], points, LABELS[kind.peer], _pair(beside)]
         cells.append(_where(min(beside, key=lambda at: beside[at])) if beside else tables.MISSING)
-        lines.append([*cells, *(_pair(over.get(series, {})) for series in (peers.CUDNN, MMA))])
+        lines.append([*cells, *(_pair(over.get(series, {})) for series in others)])
     header = ["class", "pass", "problems", "compared with"]
     header += ["time of the compared kernel / our time: median; worst"]
-    header += ["worst at", f"{LABELS[peers.CUDNN]}'s time / our time: median; worst"]
+    header.append("worst at")
+    header += [f"{LABELS[s]}'s time / our time: median; worst" for s in others[:-1]]
     header.append("our time on mma / our time: median; worst")
     caption = (
         "Each ratio in the table of shapes is the time of another kernel / the time of our call, "

@@ -199,3 +199,13 @@ def test_a_run_of_small_points_on_the_emulator(monkeypatch):
     wrong = list(shapes.measure(Options(), Bench(machine="some-gpu")))
     assert all(row.failed and "float64" in row.note for row in wrong)
     assert len(wrong) == len(rows)
+
+
+def test_flash_attn_4_has_a_column_and_marks_where_it_was_measured():
+    rows = synthetic()
+    fa4 = [replace(r, series=peers.FA4, value=0.8) for r in rows if r.series == peers.CUDNN]
+    (first, *_), (without, *_) = cells(shapes.table([*rows, *fa4])), cells(shapes.table(rows))
+    name = "FlashAttention-4's time / our time: median; worst"
+    assert first.pop(name) == "0.80; 0.80" and first == without
+    label = shapes.draw([*rows, *fa4]).axes[0].get_xlabel()
+    assert label.startswith("another kernel's time / our time")
