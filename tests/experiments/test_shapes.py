@@ -1,5 +1,7 @@
 """Shapes beyond the papers': what is measured, how it is checked, drawn and tabulated."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from experiment_helpers import made_up
