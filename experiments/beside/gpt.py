@@ -13,6 +13,8 @@ from typing import Any
 
 from fa_numba.typing import Algorithm
 
+from ..lab.measure import peers
+
 try:
     import torch
     from torch.nn import functional as F
@@ -76,10 +78,10 @@ def causal_attention(series: str) -> Callable[[Any, Any, Any], Any]:
 
 
 def unfused(q: Any, k: Any, v: Any) -> Any:
-    """Return causal attention whose S and P are in memory; the scale is applied to q."""
-    S = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
-    hidden = torch.ones(S.shape[-2:], dtype=torch.bool, device=S.device).triu_(1)
-    return torch.softmax(S.masked_fill(hidden, float("-inf")), dim=-1) @ v
+    """Return causal attention whose S and P are in memory."""
+    N = q.shape[-2]
+    hidden = torch.ones(N, N, dtype=torch.bool, device=q.device).triu_(1)
+    return peers.unfused(q, k, v, q.shape[-1] ** -0.5, hidden)
 
 
 def model(sizes: Sizes, context: int, device: str, seed: int = 0) -> Any:

@@ -163,3 +163,22 @@ def test_old_gpus_have_no_flash_attn_4(monkeypatch):
     capability = SimpleNamespace(get_device_capability=lambda: (8, 0), is_available=lambda: True)
     monkeypatch.setattr(peers, "torch", SimpleNamespace(cuda=capability))
     assert peers.fa4.__wrapped__() is None and calls.theirs(peers.FA4)
+
+
+@pytest.mark.skipif(peers.torch is None, reason="no torch")
+@pytest.mark.parametrize("masked", [False, True])
+def test_unfused_attention_of_torch_is_attention_with_gradients(masked):
+    """On a CPU. A mask hides columns, of which every row keeps one."""
+    torch = peers.torch
+    make = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 3, N, 8, generator=make).requires_grad_() for N in (5, 7, 7))
+    hidden = torch.ones(5, 7, dtype=torch.bool).triu_(2) if masked else None
+    found = peers.unfused(q, k, v, 0.3, hidden)
+    keep = None if hidden is None else ~hidden
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=keep, scale=0.3)
+    dout = torch.randn(found.shape, generator=make)
+    grads = (torch.autograd.grad(x, (q, k, v), dout) for x in (found, expected))
+    for a, b in zip((found, *next(grads)), (expected, *next(grads)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    zeros = peers.unfused(q, k, v, 0.3, softmax=lambda S: 0 * S)
+    assert not zeros.any() and peers.unfused(q, k, v, 0.3, dropout_p=0.5).shape == found.shape

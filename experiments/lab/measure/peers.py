@@ -209,13 +209,7 @@ def call(
             tk, tv = (x.repeat_interleave(problem.group, dim=1) for x in (tk, tv))
 
         def run(out: Any = None) -> Any:
-            S = torch.matmul(tq, tk.transpose(-2, -1)).mul_(scale)
-            if hidden is not None:
-                S.masked_fill_(hidden, float("-inf"))
-            P = softmax(S) if softmax else torch.softmax(S, dim=-1)
-            if dropout_p:
-                P = torch.nn.functional.dropout(P, dropout_p)
-            return torch.matmul(P, tv)
+            return unfused(tq, tk, tv, scale, hidden, dropout_p, softmax)
 
     else:
         backend = getattr(SDPBackend, _BACKENDS[series])
@@ -228,6 +222,45 @@ def call(
                 return torch.nn.functional.scaled_dot_product_attention(tq, tk, tv, **options)
 
     return run
+
+
+def unfused(
+    q: Any, k: Any, v: Any, scale: float, hidden: Any = None, dropout_p: float = 0.0,
+    softmax: Callable[[Any], Any] | None = None,
+) -> Any:  # fmt: skip
+    """Return attention whose S and P are in memory.
+
+    The matrix product multiplies by the scale, so that the scale costs no pass over S. A mask costs
+    one pass, as in the benchmark of flash-attention.
+
+    Parameters
+    ----------
+    q, k, v : torch.Tensor
+        Inputs of shape (batch, heads, seqlen, head_dim), with equal numbers of heads.
+    scale : float
+        Factor of the scores.
+    hidden : torch.Tensor, optional
+        A bool tensor that can be expanded to the shape of S. True hides a score.
+    dropout_p : float, default 0.0
+        Probability that an element of P is dropped.
+    softmax : callable, optional
+        The softmax of the last axis of S. Default: torch's softmax.
+
+    Returns
+    -------
+    torch.Tensor
+        O.
+    """
+    rows, columns = (x.flatten(0, 1) for x in (q, k))
+    nothing = torch.empty((), dtype=q.dtype, device=q.device)
+    S = torch.baddbmm(nothing, rows, columns.transpose(-2, -1), beta=0, alpha=scale)
+    S = S.view(*q.shape[:-1], k.shape[-2])
+    if hidden is not None:
+        S.masked_fill_(hidden, float("-inf"))
+    P = softmax(S) if softmax else torch.softmax(S, dim=-1)
+    if dropout_p:
+        P = torch.nn.functional.dropout(P, dropout_p)
+    return torch.matmul(P, v)
 
 
 def gradients(
