@@ -267,14 +267,19 @@ def as_array_scale(name: str, value: Any) -> float:
     return scale
 
 
-def check_scales(name: str, shape: tuple[int, ...], batch: int, heads: int) -> None:
-    """Raise ValueError unless ``shape`` is (batch, heads), where an axis can have length 1."""
-    full = (batch, heads)
-    if len(shape) != 2 or any(n not in (1, m) for n, m in zip(shape, full, strict=True)):
-        raise ValueError(
-            f"{name} must have shape {full} (batch entries, heads), or 1 in place of a size, got "
-            f"{shape}"
-        )
+def check_scales(name: str, shape: tuple[int, ...], sizes: tuple[int, int, int], rows: int) -> None:
+    """Raise ValueError unless ``shape`` is the shape of scales of heads or of blocks of rows.
+
+    ``sizes`` are the numbers of batch entries, of heads, and of blocks with ``rows`` rows. Axes of
+    ``shape`` can have length 1. If the number of blocks is 0, the array has no scales of blocks.
+    """
+    *per_head, blocks = sizes
+    wanted = f"{tuple(per_head)} (batch entries, heads)"
+    if blocks:
+        wanted = f"{tuple(per_head)} or {sizes} (batch entries, heads, blocks of {rows} rows)"
+    axes = (2, 3) if blocks else (2,)
+    if len(shape) not in axes or any(n not in (1, m) for n, m in zip(shape, sizes, strict=False)):
+        raise ValueError(f"{name} must have shape {wanted}, or 1 in place of a size, got {shape}")
 
 
 def as_sizes(name: str, shape: Any, axes: Sequence[str]) -> tuple[int, ...]:

@@ -27,8 +27,9 @@ import numpy as np
 from numba import types
 
 from fa_numba.checks import nearest
-from fa_numba.device import array_type, permuted
-from fa_numba.dtypes import DTYPES, PRECISIONS
+from fa_numba.device import array_type, permuted, with_last_axis
+from fa_numba.dtypes import DTYPES, PRECISIONS, SCALED_ROWS
+from fa_numba.integers import ceil_div
 from fa_numba.mods import Mod, Text, slope_of
 from fa_numba.mods.blocks import BlockMask, next_visited
 from fa_numba.problem import UNBOUNDED, Problem
@@ -172,18 +173,22 @@ class AttentionOptions(_OfScores, _Arrays, _Others, total=False):
         GPU have changed.
     q_scale : float or array of float32, default 1
         Scale of q, for q, k and v in float8_e4m3fn only: q stands for the numbers ``q * q_scale``.
-        It is a number, or an array of shape (batch, heads_q) on the device of q with one scale for
-        each head. Scales must be positive; the values of an array are not checked.
+        It is a number, or an array on the device of q with one scale for each head, shape (batch,
+        heads_q), or with one scale for each 128 rows, shape (batch, heads_q, ceil(seqlen_q /
+        128)). Scales must be positive; the values of an array are not checked.
         ``fa_numba.quantize`` returns arrays and scales. float8_e4m3fn is for the forward pass of
         "fa1" and "fa2" on Hopper's tensor cores (unit "wgmma") and on the emulator. Of the other
         options, such calls take ``scale``, ``causal``, ``window``, ``softcap``, ``q_lens``,
         ``kv_lens`` and ``layout``. Head dimensions must be multiples of 16, and rows must start at
         multiples of 16 bytes.
     k_scale : float or array of float32, default 1
-        Scale of k, as ``q_scale``. An array has the shape (batch, heads_k). If only k and v are
-        float8_e4m3fn, they must be pages of a cache, and an array has the shape (pages, heads_k).
+        Scale of k, as ``q_scale``. An array has the shape (batch, heads_k), or (batch, heads_k,
+        ceil(seqlen_k / 128)). If only k and v are float8_e4m3fn, they must be pages of a cache, and
+        an array has the shape (pages, heads_k).
     v_scale : float or array of float32, default 1
-        Scale of v, as ``k_scale``.
+        Scale of v. It is a number, or an array of shape (batch, heads_k), for pages of a cache
+        (pages, heads_k). v has no scales for blocks of rows, because the product with v adds
+        numbers of all rows.
     q_lens : sequence or array of int, optional
         Number of valid rows of q in each batch entry, shape (batch,), from 0 to seqlen_q. Later
         rows are padding and are not read. Padding rows have output 0, logsumexp -inf and gradients
@@ -595,25 +600,39 @@ def _powers(names: Iterable[str]) -> dict[str, KernelField]:
     return {name: _given(name, array_type(2)) for name in names}
 
 
-# Names of the scales of e4m3 arrays, and the field of a ``Problem`` with the number of heads.
-SCALES = {"q_scale": "heads_q", "k_scale": "heads_k", "v_scale": "heads_k"}
+# Names of the scales of e4m3 arrays, and the fields of a ``Problem`` with the numbers of heads and
+# rows.
+SCALES = {
+    "q_scale": ("heads_q", "seqlen_q"),
+    "k_scale": ("heads_k", "seqlen_k"),
+    "v_scale": ("heads_k", "seqlen_k"),
+}
 
 
-def _scale(name: str, heads: str) -> KernelField:
-    """Return the field for the scales of an array: one for each batch entry and head.
+def _scales(kind: str) -> dict[str, KernelField]:
+    """Return the fields for the scales of e4m3 arrays. A scale that is not given is 1.
 
-    ``name`` is the option, and ``heads`` the field of the problem with the number of heads. A scale
-    that is not given is 1.
+    ``kind`` is the flag: "heads" for one scale for each batch entry and head. With "blocks", Q and
+    K have a scale for each block of ``SCALED_ROWS`` rows too.
     """
 
-    def value(call: Bound) -> Any:
-        given = call.given.get(name, 1.0)
-        return given if hasattr(given, "shape") else np.full((1, 1), given, np.float32)
+    def field(name: str) -> KernelField:
+        heads, rows = SCALES[name]
+        axes = 3 if kind == "blocks" and name != "v_scale" else 2
 
-    def shape(call: Bound) -> tuple[int, ...]:
-        return call.problem.batch, getattr(call.problem, heads)
+        def value(call: Bound) -> Any:
+            given = call.given.get(name, 1.0)
+            if not hasattr(given, "shape"):
+                return np.full((1,) * axes, given, np.float32)
+            return given if len(given.shape) == axes else with_last_axis(given)
 
-    return KernelField(array_type(2), value, shape)
+        def shape(call: Bound) -> tuple[int, ...]:
+            sizes = (call.problem.batch, getattr(call.problem, heads))
+            return (*sizes, ceil_div(getattr(call.problem, rows), SCALED_ROWS))[:axes]
+
+        return KernelField(array_type(axes), value, shape)
+
+    return {name: field(name) for name in SCALES}
 
 
 def _page_scale(name: str) -> KernelField:
@@ -734,8 +753,8 @@ FEATURES: dict[str, Feature] = {
     ),
     "scaled_dout": Feature(lambda p: False, _powers(POWERS[3:]), argument="precision"),
     "scales": Feature(
-        lambda p: DTYPES[p.dtype].scaled,
-        {name: _scale(name, heads) for name, heads in SCALES.items()},
+        lambda p: ("blocks" if p.block_scales else "heads") if DTYPES[p.dtype].scaled else "",
+        _scales,
         argument="q_scale",
     ),
 }
@@ -780,7 +799,8 @@ class Features:
     sparse           ``block_mask`` is given
     precision        the name of the precision, and "" for "ieee"
     scaled_dout      the planes of dO are scaled by powers of two
-    scales           the inputs are e4m3, which have scales
+    scales           "heads" or "blocks" if the inputs are e4m3: Q and K have a scale for each head
+                     or for each block of rows; else ""
     """
 
     causal: bool = False
@@ -805,7 +825,7 @@ class Features:
     dropout: bool = False
     precision: str = ""
     scaled_dout: bool = False
-    scales: bool = False
+    scales: str = ""
 
     @classmethod
     def of(
@@ -929,9 +949,9 @@ class Features:
         ``scaled_dout`` and scales.
         """
         beside: dict[str, Any] = dict.fromkeys(
-            ("causal", "dropout", "splits", "dlse", "sinks", "scaled_dout", "scales"), False
+            ("causal", "dropout", "splits", "dlse", "sinks", "scaled_dout"), False
         )
-        return replace(self, **beside) != PLAIN
+        return replace(self, scales="", **beside) != PLAIN
 
     @property
     def initialises(self) -> bool:

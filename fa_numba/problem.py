@@ -71,6 +71,7 @@ class ProblemFields(OptionFields, total=False):
     alibi: bool
     sinks: bool
     sparse: bool
+    block_scales: bool
 
 
 @dataclass(frozen=True)
@@ -145,6 +146,9 @@ class Problem:
         and for other dtypes of Q, K and V. ``o_dtype`` is the dtype of O in all cases.
     kv_dtype : {"float8_e4m3fn"}, optional
         Dtype of the pages of K and V if it is not ``dtype``. The attribute is None if it is.
+    block_scales : bool, default False
+        Whether Q or K in float8_e4m3fn has a scale for each 128 rows, instead of a scale for each
+        head.
     head_dim_v : int, optional
         Head dimension of V and O, if it differs from ``head_dim``. The attribute is None if both
         are equal.
@@ -195,6 +199,7 @@ class Problem:
     precision: str = "ieee"
     out_dtype: str | None = None
     kv_dtype: str | None = None
+    block_scales: bool = False
     head_dim_v: int | None = None
 
     def __post_init__(self) -> None:
@@ -224,7 +229,7 @@ class Problem:
         )
         own["kv_dtype"] = self._checked_kv_dtype()
         own["precision"] = checks.as_precision(self.precision, tuple(PRECISIONS), self.dtype)
-        for name in ("causal", "alibi", "sinks", "packed", "sparse"):
+        for name in ("causal", "alibi", "sinks", "packed", "sparse", "block_scales"):
             own[name] = checks.as_flag(name, own[name])
         own["layout"] = checks.as_layout(self.layout)
         own["scale"] = checks.as_scale(self.scale, self.head_dim)

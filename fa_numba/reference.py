@@ -49,6 +49,7 @@ from numpy.typing import ArrayLike, DTypeLike
 
 from .algorithms import divide_rows, exp_minus, logsumexp
 from .checks import as_real, check_shape
+from .dtypes import SCALED_ROWS
 from .integers import ceil_div
 from .masks import make_philox
 from .options import AttentionOptions, as_word, documents_options
@@ -59,7 +60,6 @@ Result = Array | tuple[Array, Array]
 Gradients = tuple[Any, ...]
 Softmax = Callable[..., Array]
 
-SCALED_ROWS = 128  # rows of a block that has a scale of its own
 _E4M3_LARGEST = 448.0
 _E4M3_OFFSET = 8  # P is multiplied by 2^8 before it is rounded to e4m3
 

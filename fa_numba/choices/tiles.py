@@ -274,7 +274,9 @@ def _hopper_tiles(request: Request, heads: int, d: int) -> Chosen:
         Bc = min(row.Bc, max(_LEAST_COLUMNS, round_up(p.seqlen_k, 16)))
         return Chosen(Tiles(row.Br, Bc, stages=row.stages), str(row))
     if features.scales:
-        row = size(*_FORWARD, d, "e4m3")
+        of_scales = "e4m3 blocks" if features.scales == "blocks" else "e4m3"
+        kinds = [f"{of_scales} lengths"] if features.lengths else []
+        row = size(*_FORWARD, d, *kinds, of_scales)
         Br = GROUP_ROWS if rows <= GROUP_ROWS else row.Br
         return Chosen(Tiles(Br, row.Bc, stages=row.stages), str(row))
     wide = size(*_FORWARD, d, kind)
@@ -393,7 +395,9 @@ def hopper_fa1_tiles(problem: Problem, features: Features) -> Chosen:
     if features.planes > 1:
         kinds = [f"{features.planes} planes", "planes"]
     if features.scales:
-        row = size("wgmma", "fa1", "fwd", problem.largest_dim, "e4m3")
+        others = replace(features, causal=False, scales="") != PLAIN
+        kinds = ["e4m3 options"] if others or features.scales == "blocks" else ["e4m3"]
+        row = size("wgmma", "fa1", "fwd", problem.largest_dim, *kinds)
         return Chosen(Tiles(row.Br, row.Bc), str(row))
     if problem.d_v <= 2 * PANEL < problem.head_dim:
         kinds = [" ".join(("narrow v", *kinds)), *kinds]

@@ -623,8 +623,8 @@ def _differs_by_head(features: Features) -> bool:
     These options are ALiBi slopes, a bias, dropout, ``score_mod``, ``mask_mod``, a block mask,
     float32 in planes, and scales of e4m3 arrays.
     """
-    own = features.alibi or features.bias or features.dropout or features.calls or features.scales
-    return own or features.sparse or features.precision != ""
+    own = features.alibi or features.bias or features.dropout or features.calls
+    return own or features.sparse or features.precision != "" or features.scales != ""
 
 
 def suits_few_rows(request: Request) -> bool:

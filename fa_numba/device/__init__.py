@@ -51,6 +51,7 @@ from fa_numba.device.launching import (
     permuted,
     replay,
     transposed,
+    with_last_axis,
 )
 from fa_numba.device.memory import (
     MemoryTrace,

@@ -261,6 +261,11 @@ def transposed(array: Any, order: tuple[int, ...]) -> Any:
     return _seen_as(array, (1, *turned.shape), (0, *turned.strides))
 
 
+def with_last_axis(array: Any) -> Any:
+    """Return a launch argument with a new last axis of length 1, without a copy."""
+    return _seen_as(array, (*array.shape, 1), (*array.strides, 0))
+
+
 def grouped(array: Any, heads: int) -> Any:
     """Return a launch argument with ``heads`` neighbouring heads moved behind the rows.
 

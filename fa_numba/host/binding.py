@@ -20,7 +20,7 @@ from fa_numba.checks import (
     check_unmasked,
     is_number,
 )
-from fa_numba.dtypes import DTYPES
+from fa_numba.dtypes import DTYPES, SCALED_ROWS
 from fa_numba.host.arrays import (
     CAPTURED,
     INTEGERS,
@@ -31,6 +31,7 @@ from fa_numba.host.arrays import (
     on_host,
     operand,
 )
+from fa_numba.integers import ceil_div
 from fa_numba.mods.blocks import BlockMask, BlockSize
 from fa_numba.options import (
     SCALES,
@@ -180,6 +181,7 @@ class Binding:
             alibi=slopes is not None,
             sinks=sinks is not None,
             sparse=self.block_mask is not None,
+            block_scales=any(len(own.get(name, ())) == 3 for name in SCALES),
             **self.fields,
         )
         checks.check_heads(problem.batch, problem.heads_q, slopes, sinks)
@@ -196,7 +198,7 @@ class Binding:
 
     def _check_scales(self, problem: Problem) -> None:
         """Raise ValueError unless scales are given for e4m3 arrays only, and fit their heads."""
-        for name, heads in SCALES.items():
+        for name, (heads, rows) in SCALES.items():
             if name not in self.shapes and name not in self.numbers:
                 continue
             if problem.kv_dtype and name != "q_scale":
@@ -211,8 +213,9 @@ class Binding:
                     "of float8_e4m3fn have scales"
                 )
             if name in self.shapes:
-                sizes = problem.batch, getattr(problem, heads)
-                checks.check_scales(name, self.shapes[name], *sizes)
+                blocks = ceil_div(getattr(problem, rows), SCALED_ROWS) if name != "v_scale" else 0
+                sizes = problem.batch, getattr(problem, heads), blocks
+                checks.check_scales(name, self.shapes[name], sizes, SCALED_ROWS)
 
     def check_mask(self, problem: Problem, given: Any, tiles: Tiles) -> None:
         """Raise an error unless a block mask that is an array has one element for each tile.

@@ -92,7 +92,7 @@ def _turned_values(request: Request, spec: Any) -> tuple[tuple[Launch, ...], tup
     p = request.problem
     batch, heads, rows, _ = request.k_shape
     kernel = turned_values.make_turn_values(p.d_v, replace(PLAIN, kv_lens=request.features.kv_lens))
-    keys = round_up(rows, turned_values.GROUP)
+    keys = round_up(rows, turned_values.GROUP) + turned_values.GROUP
     VT = Buffer("VT", (batch, heads, p.d_v, keys), p.dtype)
     return (Launch.of(kernel, (keys // turned_values.GROUP, heads, batch)),), (VT,)
 

@@ -11,6 +11,7 @@ from fa_numba.io_model.visits import whole_sums
 from fa_numba.problem import BlockSizes, Problem
 
 GROUP = 256  # the number of keys in VT is a multiple of this number
+BOX = 128  # keys of a box: 128 bytes
 
 
 def values_loaded(problem: Problem, tiles: BlockSizes, columns: int, visited: int) -> int:
@@ -30,9 +31,10 @@ def values_loaded(problem: Problem, tiles: BlockSizes, columns: int, visited: in
     Returns
     -------
     int
-        `columns`; for e4m3 B_c rows of each visited tile, because VT has zeros after the last key.
+        `columns`; for e4m3 the B_c rows of each visited tile, rounded up to complete boxes. VT has
+        zeros after the last key.
     """
-    return visited * tiles.Bc if DTYPES[problem.dtype].scaled else columns
+    return visited * round_up(tiles.Bc, BOX) if DTYPES[problem.dtype].scaled else columns
 
 
 def elements_of_turned(problem: Problem) -> int:
@@ -51,7 +53,7 @@ def elements_of_turned(problem: Problem) -> int:
     if not DTYPES[problem.dtype].scaled:
         return 0
     heads = problem.batch * problem.heads_k
-    return heads * problem.d_v * round_up(problem.seqlen_k, GROUP)
+    return heads * problem.d_v * (round_up(problem.seqlen_k, GROUP) + GROUP)
 
 
 def with_turned_values(problem: Problem, tiles: BlockSizes, kernel: Accesses) -> Accesses:
@@ -74,7 +76,7 @@ def with_turned_values(problem: Problem, tiles: BlockSizes, kernel: Accesses) ->
     Notes
     -----
     The kernel that stores V by columns writes the array VT. Keys after the last valid key are 0.
-    Per K/V head, with N_k'' the number of rows N_k' rounded up to a multiple of 256:
+    Per K/V head, with N_k'' = 256 (ceil(N_k' / 256) + 1):
 
         array   loads      stores
         V       N_k d      -

@@ -2,8 +2,9 @@
 
 The instruction that multiplies e4m3 matrices cannot transpose an operand. In O += P V, it needs the
 keys of one column of V next to each other. This kernel therefore copies V: (batch, heads, rows, d)
-to VT: (batch, heads, d, keys). The number of keys is the number of rows, rounded up to GROUP. Keys
-after the end of a sequence are 0.
+to VT: (batch, heads, d, keys). Keys after the end of a sequence are 0. The number of keys is the
+number of rows, rounded up to GROUP, and GROUP more. A box of GROUP keys that begins at any row is
+then within VT.
 
 Within 16 keys, the order is the order of P in the registers of a thread. A word of four elements of
 VT contains the keys 2 t, 2 t + 1, 2 t + 8 and 2 t + 9, where t is the number of the word, 0 to 3.
@@ -13,7 +14,7 @@ an operand without exchanging elements with other threads.
 A thread copies 16 keys of 16 columns. A warp reads 64 bytes of each of 128 rows, and writes 128
 bytes of each of 64 rows.
 
-Accesses, elements per K/V head:  loads N d, stores GROUP ceil(N / GROUP) d.
+Accesses, elements per K/V head:  loads N d, stores GROUP (ceil(N / GROUP) + 1) d.
 """
 
 from functools import cache
@@ -27,7 +28,7 @@ from fa_numba.parts import bind
 from fa_numba.parts import grid as grid_parts
 from fa_numba.parts.namespace import RowFacts
 
-GROUP = 256  # keys that a thread block copies, the largest number of columns of a tile
+GROUP = 256  # keys that a thread block copies
 SIDE = 16  # keys and columns that a thread copies
 _CHUNKS, _SIDES = 4, 8  # columns and keys that a warp copies, in units of SIDE
 # Selectors of ``permute_bytes``: bytes of a and b in turn, and halves of a and b.
@@ -50,8 +51,7 @@ def _transpose(a, b, c, d):
 
 @cache
 def make_turn_values(d_v, features):
-    """Return the kernel that copies V to VT. The grid is (ceil(rows / GROUP), K/V heads, batch
-    entries).
+    """Return the kernel that copies V to VT. The grid is (keys / GROUP, K/V heads, batch entries).
 
     ``d_v`` is a multiple of 16. ``features`` contain the lengths of the sequences.
     """

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias, TypeVar
 
 from fa_numba.checks import one_of
-from fa_numba.dtypes import DTYPES
+from fa_numba.dtypes import DTYPES, SCALED_ROWS
 from fa_numba.integers import ceil_div
 from fa_numba.options import Features
 from fa_numba.tiling.spec import Spec, check_shared, with_threads
@@ -463,7 +463,8 @@ def within_registers(
     ``facts`` are the fields of the spec except the sizes. Raise ValueError in these cases:
 
     - Br is not 64, 128 or 192.
-    - Bc is not a multiple of 16, or above 256. For e4m3, Bc is not 128 or 256.
+    - Bc is not a multiple of 16 (of 32 for e4m3), or above 256.
+    - Q or K has scales of blocks, and Bc is not the number of rows of a block.
     - ``tiles.threads`` is a number, but not the number of threads of the spec.
     - The tiles do not fit in registers.
     """
@@ -474,10 +475,14 @@ def within_registers(
             f"up to 256, got Br={tiles.Br}, Bc={tiles.Bc}"
         )
     spec = kind(head_dim, tiles.Br, tiles.Bc, 4, tiles.Br // 2, **facts)  # type: ignore[arg-type]
-    if spec.per_half > 1 and tiles.Bc % (PANEL * spec.per_half):
+    if spec.per_half > 1 and tiles.Bc % 32:
         raise ValueError(
-            f"tiles.Bc must be 128 or 256 for {spec.dtype} on unit 'wgmma', got {tiles.Bc}; choose "
-            "one of these, or tiles=None"
+            f"tiles.Bc must be a multiple of 32 for {spec.dtype} on unit 'wgmma', got {tiles.Bc}"
+        )
+    if spec.features.scales == "blocks" and tiles.Bc != SCALED_ROWS:
+        raise ValueError(
+            f"tiles.Bc must be {SCALED_ROWS} with scales of blocks of {SCALED_ROWS} rows, got "
+            f"{tiles.Bc}; choose this number of columns, or tiles=None"
         )
     with_threads([spec], tiles, " on unit 'wgmma'")
     if not spec.fits_registers:

@@ -25,19 +25,27 @@ CASES = [
     ("fa1", 1, 1, 1, 200, 300, 64, {"window": (60, 8), "out_dtype": "float32"}),
     ("fa1", 2, 1, 1, 70, 300, 256, {"q_lens": [70, 9], "out_dtype": "bfloat16"}),
     ("fa1", 1, 1, 1, 200, 270, 64, {"query_splits": 2, "softcap": 2.0}),
+    ("fa2", 2, 2, 1, 140, 300, 64, {"causal": True, "q_scale": "blocks", "k_scale": "blocks"}),
+    ("fa1", 1, 2, 1, 200, 270, 64, {"window": (90, 9), "k_scale": "blocks"}),
 ]
 
 
-def quantized(B, Hq, Hk, Nq, Nk, d, layout="bhnd"):
-    """q, k and v in e4m3, and their scales by the names of the options."""
+def quantized(B, Hq, Hk, Nq, Nk, d, layout="bhnd", blocks=(), ones=()):
+    """q, k and v in e4m3, and their scales by the names of the options.
+
+    Scales in `blocks` are of blocks of 128 rows. Scales in `ones` are 1.
+    """
     rng = np.random.default_rng(Nq + Nk)
     arrays, scales = [], {}
     for name, heads, rows in (("q", Hq, Nq), ("k", Hk, Nk), ("v", Hk, Nk)):
         x = rng.standard_normal((B, heads, rows, d)).astype(np.float32)
-        scale = np.abs(x).max((2, 3)) / np.float32(448)
-        bits = (x / scale[..., None, None]).astype(numpy_dtype(E4M3))
+        starts = range(0, rows, 128 if f"{name}_scale" in blocks else rows)
+        scale = np.stack([np.abs(x[:, :, n : n + starts.step]).max((2, 3)) for n in starts], -1)
+        scale = np.ones_like(scale) if f"{name}_scale" in ones else scale / np.float32(448)
+        by_row = np.repeat(scale, starts.step, axis=2)[:, :, :rows, None]
+        bits = (x / by_row).astype(numpy_dtype(E4M3))
         arrays.append(np.ascontiguousarray(bits.swapaxes(1, 2)) if layout == "bnhd" else bits)
-        scales[f"{name}_scale"] = scale
+        scales[f"{name}_scale"] = scale if f"{name}_scale" in blocks else scale[..., 0]
     return arrays, scales
 
 
@@ -65,7 +73,8 @@ def random_call(seed, number, largest=300):
     if algorithm == "fa2":
         options["kv_lens"] = {"kv_lens": rng.integers(0, Nk + 1, B).tolist()}
     given = {"out_dtype": one(("float16", "bfloat16", "float32"))}
-    given |= {name: 1.0 for name in OPTIONS[:3] if rng.random() < 0.7}
+    kinds = {name: one(("heads", "blocks", "")) for name in OPTIONS[:2]}
+    given |= {name: kind for name, kind in kinds.items() if kind} | {"v_scale": "heads"}
     for drawn in options.values():
         if rng.random() < 0.25:
             given |= drawn
@@ -75,7 +84,7 @@ def random_call(seed, number, largest=300):
 @pytest.mark.parametrize("algorithm, B, Hq, Hk, Nq, Nk, d, options", CASES)
 def test_results_and_counts(algorithm, B, Hq, Hk, Nq, Nk, d, options):
     """Of FA-1 ("fa1") and FA-2 ("fa2"), with q_scale, k_scale, v_scale and each out_dtype."""
-    given = {**dict.fromkeys(OPTIONS[:3], 1.0), **options}
+    given = {**dict.fromkeys(OPTIONS[:3], "heads"), **options}
     check("emulator", algorithm, B, Hq, Hk, Nq, Nk, d, given)
 
 
@@ -90,7 +99,9 @@ def test_random_calls(number):
 
 def check(place, algorithm, B, Hq, Hk, Nq, Nk, d, options):
     layout = options.get("layout", "bhnd")
-    arrays, scales = quantized(B, Hq, Hk, Nq, Nk, d, layout)
+    blocks = [name for name in OPTIONS[:3] if options.get(name) == "blocks"]
+    ones = [name for name in OPTIONS[:3] if name not in options]
+    arrays, scales = quantized(B, Hq, Hk, Nq, Nk, d, layout, blocks, ones)
     scales = {name: scales[name] if name in options else None for name in OPTIONS[:3]}
     options = {name: value for name, value in options.items() if name not in scales}
     for name, lens in (("q", options.get("q_lens")), ("kv", options.get("kv_lens"))):
@@ -100,7 +111,8 @@ def check(place, algorithm, B, Hq, Hk, Nq, Nk, d, options):
     how = {"algorithm": algorithm, "return_lse": True, **options}
     with running(place) as counts:
         O, L = fa_numba.attention(*arrays, **scales, **how)
-        plan = fa_numba.plan(*(x.shape for x in arrays), dtype=E4M3, **how)
+        shapes = {name: scales[name].shape for name in blocks}
+        plan = fa_numba.plan(*(x.shape for x in arrays), dtype=E4M3, **how, **shapes)
     assert plan.unit == "wgmma" and O.dtype.name == options.get("out_dtype", "float16")
     if counts is not None:
         assert_counts(counts, plan)
@@ -115,7 +127,7 @@ def check(place, algorithm, B, Hq, Hk, Nq, Nk, d, options):
     expected, lse = reference.attention_e4m3(*arrays, **scales, **rounded, return_lse=True, **given)
     finite = np.isfinite(lse)
     assert np.array_equal(np.isfinite(L), finite)
-    assert np.abs(L[finite] - lse[finite]).max(initial=0.0) < 1e-3
+    assert np.abs(L[finite] - lse[finite]).max(initial=0.0) < 4e-3
     error = np.linalg.norm(O.astype(np.float64) - expected)
     assert error <= bound * np.linalg.norm(expected), error / np.linalg.norm(expected)
 
@@ -145,8 +157,8 @@ def test_a_plan_shows_how_values_are_stored_by_columns():
     plan = fa_numba.plan(SHAPE, (1, 1, 300, 64), dtype=E4M3, causal=True)
     assert [k.name for k in plan.kernels] == ["turn_values", "fa2_forward"]
     (VT,) = (x for x in plan.workspace if x.name == "VT")
-    assert (VT.shape, VT.dtype, VT.nbytes) == ((1, 1, 64, 512), E4M3, 64 * 512)
-    assert plan.accesses.stores["VT"] == 64 * 512
+    assert (VT.shape, VT.dtype, VT.nbytes) == ((1, 1, 64, 768), E4M3, 64 * 768)
+    assert plan.accesses.stores["VT"] == 64 * 768
     assert [x.dtype for x in plan.outputs] == ["float16"]
     floats = fa_numba.plan(SHAPE, SHAPE, dtype=E4M3, out_dtype="float32").outputs
     assert [x.dtype for x in floats] == ["float32"]
@@ -160,9 +172,14 @@ REFUSED = [
     ({"sinks": (2,)}, "sinks cannot be given with float8_e4m3fn arrays"),
     ({"algorithm": "fa1", "kv_lens": [7]}, "kv_lens cannot be given with float8_e4m3fn arrays"),
     ({"unit": "mma"}, "unit must be 'auto' or 'wgmma' for float8_e4m3fn, got 'mma'"),
-    ({"tiles": Tiles(128, 64)}, "tiles.Bc must be 128 or 256 for float8_e4m3fn"),
+    ({"tiles": Tiles(128, 48)}, "tiles.Bc must be a multiple of 32 for float8_e4m3fn"),
     ({"q_scale": 0.0}, "q_scale must be a positive finite number"),
-    ({"k_scale": (2, 2)}, "k_scale must have shape (1, 1)"),
+    ({"k_scale": (2, 2)}, "k_scale must have shape (1, 1) or (1, 1, 2) (batch entries, heads,"),
+    ({"v_scale": (1, 1, 2)}, "v_scale must have shape (1, 1) (batch entries, heads), or 1 in"),
+    (
+        {"q_scale": (1, 2, 2), "tiles": Tiles(128, 256)},
+        "tiles.Bc must be 128 with scales of blocks of 128 rows, got 256",
+    ),
     ({"out_dtype": "float64"}, "out_dtype must be 'float16', 'bfloat16' or 'float32'"),
     ({"dtype": "float16", "q_scale": 2.0}, "q_scale must be None for inputs of float16"),
     ({"dtype": "float16", "out_dtype": "float16"}, "out_dtype must be None for inputs of float16"),

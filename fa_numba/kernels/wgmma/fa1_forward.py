@@ -99,6 +99,7 @@ def make_forward(spec):
                 q_pipeline.wait(bars, own)
                 products.begin_scores(rS, shared.sQ, q_stage, w, shared.sK, stage)
                 tile = Tile(row0, j0, head, thread)
+                own_factor = products.tile_factor(factor, tile)
                 scores.read_bias_or_state(rBS, tile)
                 visit, i_next, more = fa1_state.read_named(rBS, shared, q, w, ahead)
                 # Alg. 1 line 8: load li, mi
@@ -108,9 +109,9 @@ def make_forward(spec):
                     q_pipeline.release(bars, own)
                 if i_next >= i_end:
                     k_pipeline.release(bars, Slot(stage, phase))
-                scores.scale_bias_and_mask(rS, rBS, factor, tile)
+                scores.scale_bias_and_mask(rS, rBS, own_factor, tile)
                 # FA-1 lines 10, 11, FA-2 line 9: m, l, and P = e^(S - m) of the new m
-                softmax.online_to_p(rP, rS, factor, rm, rl, rf)
+                softmax.online_to_p(rP, rS, own_factor, rm, rl, rf)
                 # Alg. 1 lines 8, 12: load Oi; diag(li) e^(m_old - m_new) Oi
                 fa1_state.take_output(rO, rf, shared, q, visit, tile)
                 # FA-1 line 12, FA-2 line 10: O = diag(e^(m_old - m_new)) O + Pij Vj

@@ -16,6 +16,7 @@ range of float16 is small.
 from functools import cache
 
 from fa_numba.device import device_function, float32, uint32
+from fa_numba.dtypes import SCALED_ROWS
 from fa_numba.intrinsics.arithmetic import ONE, inverse_power, maximum
 from fa_numba.parts.fragments.pairs import conversions
 from fa_numba.parts.namespace import part
@@ -121,9 +122,10 @@ def make_score_factor(spec):
 
     The result of the multiplication is ``scale`` times Q KT. Normally the factor is ``scale``. With
     scaled planes, the factor also undoes the powers of two of Q and K. For e4m3, it contains the
-    scales of Q and K.
+    scales of Q and K, unless these are scales of blocks of rows (``tile_factor``).
     """
-    scaled, packed, scales = spec.features.scaled, spec.features.packed, spec.features.scales
+    scaled, packed = spec.features.scaled, spec.features.packed
+    scales = spec.features.scales == "heads"
 
     def score_factor(scale, head):
         if scales:
@@ -135,3 +137,24 @@ def make_score_factor(spec):
         return scale
 
     return score_factor
+
+
+@part
+def make_tile_factor(spec):
+    """Make ``tile_factor(factor, tile)``, which returns the factor of the product Q KT of a tile.
+
+    Normally it is ``factor``, the result of ``score_factor``. If Q and K have a scale for each
+    block of rows, it also contains the scales of the tile's blocks. All rows of a consumer, and all
+    columns of the tile, are then in one block.
+    """
+    blocks, ROWS = spec.features.scales == "blocks", SCALED_ROWS
+
+    def tile_factor(factor, tile):
+        if blocks:
+            head, options = tile.head, tile.head.options
+            row, col = uint32(tile.i0 // uint32(ROWS)), uint32(tile.j0 // uint32(ROWS))
+            row = uint32(min(row, uint32(options.q_scale.shape[2] - 1)))  # no rows of Q
+            factor *= options.q_scale[head.b, head.h, row] * options.k_scale[head.b, head.hk, col]
+        return factor
+
+    return tile_factor

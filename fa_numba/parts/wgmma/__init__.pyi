@@ -167,6 +167,7 @@ class products:
     from fa_numba.parts.wgmma.products import make_round_p as round_p
     from fa_numba.parts.wgmma.products import make_round_pair as round_pair
     from fa_numba.parts.fragments.planes import make_score_factor as score_factor
+    from fa_numba.parts.fragments.planes import make_tile_factor as tile_factor
     from fa_numba.parts.wgmma.products import make_tile_sums as tile_sums
     from fa_numba.parts.wgmma.products import make_unscale_output as unscale_output
     from fa_numba.parts.wgmma.products import make_wait_output as wait_output

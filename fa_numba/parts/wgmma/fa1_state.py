@@ -454,7 +454,7 @@ def make_write_state(spec):
     write_tile, write_sums = _make_write_result(spec), _make_write_sums(spec)
     own_of, release_q = make_own(spec.pipelines.q), make_release(spec.pipelines.q)
     release_o, normalise_rows = make_release_by(spec.pipelines.o), make_normalise_rows(spec)
-    scales, unscale_output = spec.features.scales, make_unscale_output(spec)
+    scales, unscale_output = bool(spec.features.scales), make_unscale_output(spec)
 
     def write_state(rO, rl, rm, shared, slot, out, more, tile):
         head, thread, own = tile.head, tile.thread, own_of(slot, tile.thread.w)

@@ -13,6 +13,7 @@ from fa_numba.intrinsics.matrix import CONVERSIONS, PACK_POSITIVE
 from fa_numba.intrinsics.warpgroup import MULTIPLY, MULTIPLY_REGISTERS, STEP, wait_products
 from fa_numba.parts.dropout import make_scale_kept
 from fa_numba.parts.fragments.planes import make_score_factor as make_score_factor
+from fa_numba.parts.fragments.planes import make_tile_factor as make_tile_factor
 from fa_numba.parts.namespace import part
 from fa_numba.parts.wgmma import planes
 from fa_numba.tiling.wgmma import PANEL
