@@ -63,7 +63,7 @@ def plan(
         Shape of v, (batch, heads_k, seqlen_k, head_dim_v). None means the shape of k.
     algorithm : {"fa2", "fa1", "standard"}, default "fa2"
         Algorithm, as for ``attention``.
-    dtype : {"float32", "float16", "bfloat16"}, default "float32"
+    dtype : {"float32", "float16", "bfloat16", "float8_e4m3fn"}, default "float32"
         Dtype of q, k and v.
     kv_dtype : {"float8_e4m3fn"}, optional
         Dtype of k and v if they are pages of 8-bit floats and q has ``dtype``. None means
@@ -327,10 +327,10 @@ def flash_attention_1(
     Parameters
     ----------
     q : array
-        Queries, shape (batch, heads_q, seqlen_q, head_dim), dtype float32, float16 or bfloat16, any
-        strides. head_dim must be from 1 to 256. NumPy arrays, torch tensors, JAX and CuPy arrays,
-        and arrays with ``__cuda_array_interface__`` or DLPack are taken without conversion. Lists
-        are refused.
+        Queries, shape (batch, heads_q, seqlen_q, head_dim), any strides. The dtype is float32,
+        float16 or bfloat16, or float8_e4m3fn with scales (see ``q_scale``). head_dim must be from 1
+        to 256. NumPy arrays, torch tensors, JAX and CuPy arrays, and arrays with
+        ``__cuda_array_interface__`` or DLPack are taken without conversion. Lists are refused.
     k : array
         Keys, shape (batch, heads_k, seqlen_k, head_dim), dtype and device of q. heads_k must divide
         heads_q; query head h reads head ``h // (heads_q // heads_k)`` of k and v.
@@ -364,10 +364,10 @@ def flash_attention_1(
         Which instructions multiply matrices. "simt": CUDA cores, for float32, on compute capability
         7.5 or newer. "mma": tensor cores, for float16 and bfloat16, and for float32 with a
         ``precision`` other than "ieee", on 8.0 or newer. "wgmma": Hopper's tensor cores, for the
-        dtypes of "mma", on 9.0 only. "auto" takes "simt" for float32 with precision "ieee", and
-        "mma" for float16 and bfloat16. With another ``precision``, "auto" takes "wgmma" if it
-        supports the call and is expected to be fast, else "mma". The emulator runs all three units,
-        but "auto" does not take "wgmma" there.
+        dtypes of "mma" and for float8_e4m3fn, on 9.0 only. "auto" takes "simt" for float32 with
+        precision "ieee", and "mma" for float16 and bfloat16. With another ``precision``, "auto"
+        takes "wgmma" if it supports the call and is expected to be fast, else "mma". The emulator
+        runs all three units, but "auto" does not take "wgmma" there.
 
     Returns
     -------
@@ -464,10 +464,10 @@ def flash_attention_2(
     Parameters
     ----------
     q : array
-        Queries, shape (batch, heads_q, seqlen_q, head_dim), dtype float32, float16 or bfloat16, any
-        strides. head_dim must be from 1 to 256. NumPy arrays, torch tensors, JAX and CuPy arrays,
-        and arrays with ``__cuda_array_interface__`` or DLPack are taken without conversion. Lists
-        are refused.
+        Queries, shape (batch, heads_q, seqlen_q, head_dim), any strides. The dtype is float32,
+        float16 or bfloat16, or float8_e4m3fn with scales (see ``q_scale``). head_dim must be from 1
+        to 256. NumPy arrays, torch tensors, JAX and CuPy arrays, and arrays with
+        ``__cuda_array_interface__`` or DLPack are taken without conversion. Lists are refused.
     k : array
         Keys, shape (batch, heads_k, seqlen_k, head_dim), dtype and device of q. heads_k must divide
         heads_q; query head h reads head ``h // (heads_q // heads_k)`` of k and v.
@@ -493,9 +493,9 @@ def flash_attention_2(
         Which instructions multiply matrices. "simt": CUDA cores, for float32, on compute capability
         7.5 or newer. "mma": tensor cores, for float16 and bfloat16, and for float32 with a
         ``precision`` other than "ieee", on 8.0 or newer. "wgmma": Hopper's tensor cores, for the
-        dtypes of "mma", on 9.0 only. "auto" takes the last of these units that supports the call
-        and is expected to be fast; ``fa_numba.plan(...).why`` says why. The emulator runs all three
-        units, but "auto" does not take "wgmma" there.
+        dtypes of "mma" and for float8_e4m3fn, on 9.0 only. "auto" takes the last of these units
+        that supports the call and is expected to be fast; ``fa_numba.plan(...).why`` says why. The
+        emulator runs all three units, but "auto" does not take "wgmma" there.
     kv_splits : int or "auto", default "auto"
         Number of thread blocks, 1 to 256, that share the columns of a row tile (Flash-Decoding). A
         second kernel merges their results in a fixed order. "auto" can be more than 1 if there are
@@ -642,10 +642,10 @@ def attention(
     Parameters
     ----------
     q : array
-        Queries, shape (batch, heads_q, seqlen_q, head_dim), dtype float32, float16 or bfloat16, any
-        strides. head_dim must be from 1 to 256. NumPy arrays, torch tensors, JAX and CuPy arrays,
-        and arrays with ``__cuda_array_interface__`` or DLPack are taken without conversion. Lists
-        are refused.
+        Queries, shape (batch, heads_q, seqlen_q, head_dim), any strides. The dtype is float32,
+        float16 or bfloat16, or float8_e4m3fn with scales (see ``q_scale``). head_dim must be from 1
+        to 256. NumPy arrays, torch tensors, JAX and CuPy arrays, and arrays with
+        ``__cuda_array_interface__`` or DLPack are taken without conversion. Lists are refused.
     k : array
         Keys, shape (batch, heads_k, seqlen_k, head_dim), dtype and device of q. heads_k must divide
         heads_q; query head h reads head ``h // (heads_q // heads_k)`` of k and v.
@@ -672,10 +672,10 @@ def attention(
         Which instructions multiply matrices. "simt": CUDA cores, for float32, on compute capability
         7.5 or newer. "mma": tensor cores, for float16 and bfloat16, and for float32 with a
         ``precision`` other than "ieee", on 8.0 or newer. "wgmma": Hopper's tensor cores, for the
-        dtypes of "mma", on 9.0 only. "auto" takes the last of these units that supports the call
-        and is expected to be fast; ``fa_numba.plan(...).why`` says why. The emulator runs all three
-        units, but "auto" does not take "wgmma" there. "standard" does not take "wgmma". For "fa1",
-        "auto" takes "wgmma" only with a ``precision`` other than "ieee".
+        dtypes of "mma" and for float8_e4m3fn, on 9.0 only. "auto" takes the last of these units
+        that supports the call and is expected to be fast; ``fa_numba.plan(...).why`` says why. The
+        emulator runs all three units, but "auto" does not take "wgmma" there. "standard" does not
+        take "wgmma". For "fa1", "auto" takes "wgmma" only with a ``precision`` other than "ieee".
     query_splits : int, default 1
         "fa1" only. Number of thread blocks that share the rows of q of one query head. 1 is the
         paper's grid: one thread block for each batch entry and head.
@@ -1063,9 +1063,9 @@ def flash_attention_2_backward(
         Which instructions multiply matrices. "simt": CUDA cores, for float32, on compute capability
         7.5 or newer. "mma": tensor cores, for float16 and bfloat16, and for float32 with a
         ``precision`` other than "ieee", on 8.0 or newer. "wgmma": Hopper's tensor cores, for the
-        dtypes of "mma", on 9.0 only. "auto" takes the last of these units that supports the call
-        and is expected to be fast; ``fa_numba.plan(...).why`` says why. The emulator runs all three
-        units, but "auto" does not take "wgmma" there.
+        dtypes of "mma" and for float8_e4m3fn, on 9.0 only. "auto" takes the last of these units
+        that supports the call and is expected to be fast; ``fa_numba.plan(...).why`` says why. The
+        emulator runs all three units, but "auto" does not take "wgmma" there.
     group_splits : int or "auto", default "auto"
         Number of thread blocks that share a column tile of a K/V head. More than 1 is for unit
         "wgmma" and head dimensions up to 128, with precision "ieee". The number must be a divisor

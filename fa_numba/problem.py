@@ -98,8 +98,8 @@ class Problem:
         lists for one sequence.
     head_dim : int
         Head dimension of Q and K, 1 to 256.
-    dtype : {"float32", "float16", "bfloat16"}, default "float32"
-        Dtype of Q, K, V and O.
+    dtype : {"float32", "float16", "bfloat16", "float8_e4m3fn"}, default "float32"
+        Dtype of Q, K and V, and of O except for float8_e4m3fn.
     scale : float, default 1 / sqrt(head_dim)
         Factor of the scores.
     causal : bool, default False

@@ -199,7 +199,8 @@ registers to global memory in float32.
 Shared memory, 16-bit elements:  (stages of Q) Br d + 2 stages Bc d
     d is rounded up to 64. In bytes at the default tiles:  114688 (d=64, 192 x 128), 196608
     (d=128, 128 x 128), 229376 (d=256, 128 x 80, one stage of Q)
-    With P planes, the tiles are P times as large.
+    With P planes, the tiles are P times as large. In e4m3, tiles of K and V have half the bytes,
+    and O decides the size of the slots of Q: 155800 bytes (d=128, 192 x 96, O in 16 bits).
 
 Behind the tiles come the barriers, four words for each slot of Q, which describe a work tile, and
 with a block mask one word for each slot of K, which says which column tile comes next. If V has its
