@@ -251,8 +251,7 @@ def _hopper_tiles(request: Request, heads: int, d: int) -> Chosen:
 
     case                                              tiles
     float32 in planes                                 the row for planes in tiles.csv
-    e4m3                                              the row for e4m3 in tiles.csv, with one
-                                                      consumer for at most 64 rows
+    e4m3                                              ``_e4m3_tiles``
     at most 64 rows                                   one consumer (64 rows)
     a short call (``_short``)                         the row for short calls in tiles.csv
     three consumers lack registers or are slower      two consumers (128 rows)
@@ -274,11 +273,7 @@ def _hopper_tiles(request: Request, heads: int, d: int) -> Chosen:
         Bc = min(row.Bc, max(_LEAST_COLUMNS, round_up(p.seqlen_k, 16)))
         return Chosen(Tiles(row.Br, Bc, stages=row.stages), str(row))
     if features.scales:
-        of_scales = "e4m3 blocks" if features.scales == "blocks" else "e4m3"
-        kinds = [f"{of_scales} lengths"] if features.lengths else []
-        row = size(*_FORWARD, d, *kinds, of_scales)
-        Br = GROUP_ROWS if rows <= GROUP_ROWS else row.Br
-        return Chosen(Tiles(Br, row.Bc, stages=row.stages), str(row))
+        return _e4m3_tiles(request, d)
     wide = size(*_FORWARD, d, kind)
     if rows <= GROUP_ROWS:  # one consumer: the time is the loading time of K and V
         few = size(*_FORWARD, d, "few rows") if PANEL < d <= 2 * PANEL else wide
@@ -323,6 +318,46 @@ def _hopper_tiles(request: Request, heads: int, d: int) -> Chosen:
 
 
 _TIME_OF_THREE = "time of a tile of three consumers over one of two"
+
+
+def _e4m3_tiles(request: Request, d: int) -> Chosen:
+    """Return the tiles of FA-2's forward kernel for e4m3 inputs and head dimension ``d``.
+
+    The tiles are those of a row in tiles.csv. A call with at most 64 rows has one consumer. The
+    first case that applies decides the row:
+
+    case                                    row
+    scales of blocks                        "e4m3 blocks", with lengths "e4m3 blocks lengths"
+    lengths of sequences                    "e4m3 lengths"
+    a window                                "e4m3 two consumers"
+    a causal mask, long sequences           "e4m3 causal"
+    a causal mask, other sequences          "e4m3 two consumers"
+    no mask                                 "e4m3" or "e4m3 two consumers", whichever takes less
+                                            time as estimated from ``_rounds``
+    """
+    p, features = request.problem, request.features
+    rows, why = p.seqlen_q, ""
+    two, most = size(*_FORWARD, d, "e4m3 two consumers"), size(*_FORWARD, d, "e4m3")
+    if features.scales == "blocks" or features.lengths:
+        of_scales = "e4m3 blocks" if features.scales == "blocks" else "e4m3"
+        kinds = [f"{of_scales} lengths"] if features.lengths else []
+        row = size(*_FORWARD, d, *kinds, of_scales)
+    elif features.window:
+        row = two
+    elif p.causal:
+        least = measured("causal columns from which e4m3 has wide tiles")
+        row = size(*_FORWARD, d, "e4m3 causal") if p.seqlen_k >= least else two
+        why = f"; columns: {p.seqlen_k}, and tiles are wide from {least:g} on"
+    elif most.Br == two.Br:
+        row = most
+    else:
+        each = measured(_TIME_OF_THREE, "e4m3")
+        ends = _rounds(request, rows, 1, most.Br), _rounds(request, rows, 1, two.Br)
+        row = most if each * ends[0] <= ends[1] else two
+        why = f"; {most.Br} rows need {ends[0]} rounds of {each:g} time units, {two.Br} rows need "
+        why += f"{ends[1]} rounds of 1"
+    Br = GROUP_ROWS if rows <= GROUP_ROWS else row.Br
+    return Chosen(Tiles(Br, row.Bc, stages=row.stages), f"{row}{why}")
 
 
 def _short(request: Request, rows: int, window: int) -> Size | None:
