@@ -19,7 +19,7 @@ from fa_numba.problem import Problem
 
 from .lab.measure import bandwidth, calls, check, peers
 from .lab.measure.series import HOPPER, LABELS, columns, plan, unit
-from .lab.measure.timing import FEWEST, Timing, attempt, number, time_call
+from .lab.measure.timing import FEWEST, Timing, attempt, number, shuffled, time_call
 from .lab.measure.workloads import DECODING, DECODING_HEADS, Inputs
 from .lab.record import Bench, Options, Row
 from .lab.show import style, tables
@@ -101,7 +101,7 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
     for problem in bench.each(every, "timing"):
         arrays = _arrays(problem, inputs)
         gate, failure = attempt(check.gate, problem, "fwd", *arrays)
-        for series in (*ours, *peers.here(PEERS)):
+        for series in shuffled((*ours, *peers.here(PEERS)), problem):
             yield from _timed(series, problem, arrays, gate, failure, bench.machine)
         device.release_memory()
         peers.release()

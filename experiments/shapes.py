@@ -21,7 +21,7 @@ from fa_numba.problem import Problem
 from .lab.measure import calls, flex, peers
 from .lab.measure.series import LABELS, backward_options, columns, plan
 from .lab.measure.speeds import PASSES
-from .lab.measure.timing import FEWEST, attempt, time_call
+from .lab.measure.timing import FEWEST, attempt, shuffled, time_call
 from .lab.measure.workloads import HIDDEN, SEED, TOKENS, Inputs, padded_lengths
 from .lab.record import Bench, Options, Row, nested
 from .lab.show import style, tables
@@ -286,12 +286,12 @@ def _shorter_packed(problem: Problem, longest: int) -> Problem:
 def measure(options: Options, bench: Bench) -> Iterator[Row]:
     """Yield the times of our calls and torch's kernels for every problem."""
     peers.say_missing(bench.say)
-    every = points(options)
     inputs = Inputs(gradient=True)
     checks = calls.Checks(inputs, shorter, call_options)
-    for point in bench.each(every, "timing"):
+    for point in bench.each(points(options), "timing"):
         arrays = peers.on_device(inputs(point.problem), point.problem.dtype)
-        for pass_, series in ((p, s) for p in point.passes for s in at(point, p)):
+        every = [(pass_, series) for pass_ in point.passes for series in at(point, pass_)]
+        for pass_, series in shuffled(every, point):
             yield _timed(series, pass_, point, arrays, checks, bench.machine)
             device.release_memory()
             peers.release()

@@ -118,6 +118,7 @@ def test_the_steps_are_planned_as_they_say(d):
 def test_every_step_is_timed_and_counted_as_planned(monkeypatch):
     calls, cases = noted_calls(monkeypatch)
     monkeypatch.setattr(fa_numba.device, "compute_capability", lambda: (9, 0))
+    monkeypatch.setattr(variants, "shuffled", lambda items, key: items)
     speed = timing.Timing(1.0, 0.9, 1.1, 10)
     monkeypatch.setattr(bandwidth, "measure_matmul", lambda dtype, repeats: speed)
     monkeypatch.setattr(ceilings, "MEASURES", dict.fromkeys(ceilings.MEASURES, lambda *x: speed))

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import gc
 import math
+import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -19,6 +20,8 @@ from fa_numba.problem import Problem
 
 from ..record import Row
 from .check import PEER_BOUND, WrongResult
+
+T = TypeVar("T")
 
 REPEATS = 20
 # Most rows of Q of a problem whose gradients are checked against float64 when it is timed.
@@ -34,6 +37,7 @@ PROTOCOL = {
     f"{LONG:g} s at most",
     "l2": "flushed before every call by overwriting at least 1 GiB twice, behind which the host "
     "cost of the launch hides too",
+    "order": "the calls of a problem are timed in a random order, which the problem decides",
     "statistic": "median; p20 and p80 beside it",
     "check": "error against float64 of the same inputs at most twice that of the unfused "
     "computation in the same dtype and a rounding, on blocks of rows of two heads",
@@ -142,6 +146,32 @@ def time_call(
         repeats = max(min(FEWEST, repeats), min(repeats, int(seconds / took)))
     samples = device.time_ms(lambda: call(out=out), repeats=repeats, warmup=warmup, flush_l2=True)
     return Timing.of(samples, error)
+
+
+def shuffled(items: Sequence[T], key: Any) -> list[T]:
+    """Return items in a random order, so that no series is always measured first.
+
+    A GPU becomes warmer and slower during a series of calls.
+
+    Parameters
+    ----------
+    items : sequence
+        The items, such as the calls of a problem.
+    key : object
+        Decides the order, by the text of the object. An interrupted run continues in the same
+        order.
+
+    Returns
+    -------
+    list
+        The items.
+
+    Examples
+    --------
+    >>> sorted(shuffled("abc", 1)), shuffled("abc", 1) == shuffled("abc", 1)
+    (['a', 'b', 'c'], True)
+    """
+    return random.Random(str(key)).sample(items, len(items))
 
 
 def number(found: Timing | None) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from fa_numba.problem import Problem
 from ..record import Bench, Row
 from . import calls, counters, peers
 from .series import backward_options, columns, plan, row_tiles
-from .timing import CHECKED_SEQLEN, attempt, time_call, timing_rows
+from .timing import CHECKED_SEQLEN, attempt, shuffled, time_call, timing_rows
 from .workloads import Inputs
 
 
@@ -119,7 +119,7 @@ def measure(
 def times(
     experiment: str, work: Work, bench: Bench, seconds: float | None = None, memory: bool = False
 ) -> Iterator[Row]:
-    """Time all calls. The result of each call is checked first.
+    """Time all calls, the calls of a problem in random order. Each result is checked first.
 
     Parameters
     ----------
@@ -144,15 +144,16 @@ def times(
     checks = calls.Checks(inputs, partial(calls.shortened, CHECKED_SEQLEN))
     for problem, variants in bench.each(work, "timing"):
         arrays = peers.on_device(inputs(problem), problem.dtype)
-        timed: dict[str, list[Row]] = {}
-        for variant in variants:
-            if variant.same_as is None:
-                of = (experiment, variant, problem, arrays, checks, bench.machine)
-                timed[variant.series] = list(_timed(*of, seconds, memory))
-                device.release_memory()
-                peers.release()
-            else:
-                timed[variant.series] = copies(variant, timed[variant.same_as])
+        measured: dict[int, list[Row]] = {}
+        for n in shuffled([n for n, v in enumerate(variants) if v.same_as is None], problem):
+            of = (experiment, variants[n], problem, arrays, checks, bench.machine)
+            measured[n] = list(_timed(*of, seconds, memory))
+            device.release_memory()
+            peers.release()
+        timed: dict[str, list[Row]] = {}  # the last rows of each series
+        for n, variant in enumerate(variants):
+            same = None if variant.same_as is None else timed[variant.same_as]
+            timed[variant.series] = measured[n] if same is None else copies(variant, same)
             yield from timed[variant.series]
 
 
