@@ -80,13 +80,17 @@ def plan_of_append_e4m3(
     ``plan_of_append`` explains the arguments.
     """
     batch, heads, N, *columns = sizes
-    kernel = make_append_e4m3(*columns, dtype, page_size, aligned, ragged)
-    bound = dict(zip(("K", "V", "newK", "newV"), NAMES, strict=True))
-    if not ragged:
-        bound["new_lens"] = "kv_lens"
-    launch = Launch.of(kernel, (pages_touched(N, page_size), heads, batch), **bound)
+    grid = (pages_touched(N, page_size), heads, batch)
+    launches = []
+    for d, pages, scales, new in zip(columns, NAMES[:2], SCALES, NAMES[2:], strict=True):
+        kernel = make_append_e4m3(d, dtype, page_size, aligned, ragged)
+        bound = {"pages": pages, "scales": scales, "new": new}
+        if not ragged:
+            bound["new_lens"] = "kv_lens"
+        launches.append(Launch.of(kernel, grid, **bound))
     uncounted = (*UNIFORM, "new_lens", "block_table")
-    return LaunchPlan(launches=(launch,), updated=(*NAMES[:2], *SCALES), uncounted=uncounted)
+    updated = (*NAMES[:2], *SCALES)
+    return LaunchPlan(launches=tuple(launches), updated=updated, uncounted=uncounted)
 
 
 def check_rows(new: int, most: int) -> None:

@@ -21,4 +21,4 @@ class grid:
     from fa_numba.parts.grid import make_query_rows as query_rows
     from fa_numba.parts.grid import make_row_tile as row_tile
     from fa_numba.parts.grid import make_rows_of_split as rows_of_split
-    from fa_numba.parts.grid import make_value_rows as value_rows
+    from fa_numba.parts.grid import make_rows_of_values as rows_of_values

@@ -101,22 +101,23 @@ def make_key_rows(spec):
 
 
 @cache
-def make_value_rows(spec):
-    """Make ``value_rows(V, head)``, which returns the rows of one K/V head and one sequence in V.
+def make_rows_of_values(spec):
+    """Make ``rows_of_values(V, head)``, which returns the rows of one K/V head and one sequence in
+    the array ``V``.
 
     ``key_rows`` explains the result.
     """
-    return _scaled_value_rows(spec) if spec.features.page_scales else make_key_rows(spec)
+    return _scaled_rows_of_values(spec) if spec.features.page_scales else make_key_rows(spec)
 
 
 @part
-def _scaled_value_rows(spec):
-    """Make the function that ``make_value_rows`` describes, for pages of e4m3."""
+def _scaled_rows_of_values(spec):
+    """Make the function that ``make_rows_of_values`` describes, for pages of e4m3."""
 
-    def value_rows(V, head):
+    def rows_of_values(V, head):
         return V, head.hk, head.options.block_table[head.b], head.options.v_scale[head.hk]
 
-    return value_rows
+    return rows_of_values
 
 
 @part

@@ -71,7 +71,7 @@ def test_rows_and_scales(dtype, calls, sizes):
             fa_numba.append_kv(
                 *stored, *given, TABLE, lens, k_scale=scales[0], v_scale=scales[1], **ragged
             )
-        assert counts.loads["newK"] == 2 * 2 * sum(new) * D
+        assert counts.loads["new"] == 2 * 2 * sum(new) * (D + D_V)
         lens = [x + count for x, count in zip(lens, new, strict=True)]
     assert_cached(stored, scales, every, lens)
     assert np.isnan(scales[0][5]).all() and np.isnan(stored[0][5].astype(float)).all()
@@ -151,7 +151,5 @@ def test_older_gpus_are_refused(monkeypatch):
 
 @pytest.mark.slow
 def test_the_kernel_compiles_without_spills():
-    ptx, _, log = linking.ptx_and_cubin(
-        make_append_e4m3(128, 128, "float16", 64, True, True), (9, 0)
-    )
+    ptx, _, log = linking.ptx_and_cubin(make_append_e4m3(128, "float16", 64, True, True), (9, 0))
     assert ".local" not in ptx and ".f64" not in ptx and "0 bytes spill stores" in log

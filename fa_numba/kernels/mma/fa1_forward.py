@@ -36,7 +36,7 @@ def make_forward(spec):
         head = grid.head(Q, K, group, options)
         Qh, Oh = grid.query_rows(Q, head), grid.query_rows(O, head)
         Ah = grid.query_rows(A, head)
-        Kh, Vh = grid.key_rows(K, head), grid.value_rows(V, head)
+        Kh, Vh = grid.key_rows(K, head), grid.rows_of_values(V, head)
         lh, mh = grid.query_rows(l, head), grid.query_rows(m, head)
         state = State(Oh, Ah, lh, mh)
         rows = uint32(Qh.shape[0])

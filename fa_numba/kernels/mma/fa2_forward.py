@@ -40,7 +40,7 @@ def make_forward(spec):
         warp_row, thread = grid.thread()
         head = grid.head(Q, K, group, options)
         Qh, Oh, Lh = grid.query_rows(Q, head), grid.query_rows(O, head), grid.query_rows(L, head)
-        Kh, Vh = grid.key_rows(K, head), grid.value_rows(V, head)
+        Kh, Vh = grid.key_rows(K, head), grid.rows_of_values(V, head)
         rows = uint32(Qh.shape[0])
         i0, split = grid.row_tile(options)  # Alg. 1 line 3: row tile i
         j0, j_end = visits.columns_seen(i0, head)

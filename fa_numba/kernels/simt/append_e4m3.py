@@ -6,19 +6,21 @@ has already: e4m3 is a floating-point format. Only numbers below 2^-6 times the 
     new scale = max(old scale, least power of two s with max |new rows| / s <= 448)
 
 A page without earlier rows has no old scale. A thread block appends the rows of one sequence to one
-page of a head, first K and then V. It reads the new rows twice, for the largest number and to store
-them. If the scale of a page grows, the block reads and writes its earlier rows too.
+page of a head. One launch appends keys, and another one values. A thread block reads the new rows
+twice, for the largest number and to store them. If the scale of a page grows, the block reads and
+writes the earlier rows of the page too.
 
     grid                     pages that a sequence can touch x heads x sequences
     thread                   16 columns of a row at a time
     shared memory            4 bytes per warp
 
-Accesses, elements per K/V head, for N new rows of K (and for V with V's head dimension):
-    new K: 2 N d loads    pages: N d stores    scales: one load and one store for each page
+Accesses, elements per K/V head, for N new rows:
+    new: 2 N d loads    pages: N d stores    scales: one load and one store for each page
     and n d loads and stores of pages for n earlier rows of a page whose scale grows
 """
 
 from functools import cache
+from typing import Any, NamedTuple
 
 from numba import types
 
@@ -44,31 +46,42 @@ THREADS = 256
 _WARPS = THREADS // 32
 
 
+class Run(NamedTuple):
+    """New rows that go to one page.
+
+    field      meaning
+    earlier    number of rows that the page has already
+    first      number of the first of the new rows
+    rows       number of new rows
+    """
+
+    earlier: Any
+    first: Any
+    rows: Any
+
+
 def pages_touched(rows, page_size):
     """Return the largest number of pages that ``rows`` consecutive rows of a sequence can be in."""
     return ceil_div(rows + page_size - 1, page_size)
 
 
 @cache
-def make_append_e4m3(head_dim, d_v, dtype, page_size, aligned, ragged):
-    """Return the kernel that appends new keys and values to e4m3 pages.
+def make_append_e4m3(head_dim, dtype, page_size, aligned, ragged):
+    """Return the kernel that appends new keys, or new values, to e4m3 pages.
 
-    K: (pages, H, page_size, head_dim) and V: (pages, H, page_size, d_v) are uint8 and aligned to 16
-    bytes. ``k_scale`` and ``v_scale``: (pages, H) are float32. The new rows, (B, H, N, ...), have
-    the given ``dtype``. ``aligned`` says whether they start at 16-byte addresses. The grid is
-    (``pages_touched``, H, B). If ``ragged`` is true, sequence b has ``new_lens[b]`` new rows.
-    Otherwise every row of the new arrays is appended.
+    ``pages``: (pages, H, page_size, head_dim) is uint8 and aligned to 16 bytes, and ``scales`` is
+    (pages, H). The new rows, (B, H, N, head_dim), have the given ``dtype``. ``aligned`` says
+    whether they start at 16-byte addresses. The grid is (``pages_touched``, H, B). If ``ragged`` is
+    true, sequence b has ``new_lens[b]`` new rows. Otherwise every new row is appended.
     """
-    append_k, append_v = (_make_append_rows(d, dtype, aligned) for d in (head_dim, d_v))
-    pages, scales, new = array_type(4, types.uint8), array_type(2), float_matrix(dtype)
-    lengths = array_type(1, types.int32)
-    table = array_type(2, types.int32)
-    arguments = (pages, pages, scales, scales, new, new, table, lengths, lengths)
+    append = _make_append_rows(head_dim, dtype, aligned)
+    lengths, table = array_type(1, types.int32), array_type(2, types.int32)
+    arrays = array_type(4, types.uint8), array_type(2), float_matrix(dtype)
 
-    def append_e4m3(K, V, k_scale, v_scale, newK, newV, block_table, kv_lens, new_lens):
+    def append_e4m3(pages, scales, new, block_table, kv_lens, new_lens):
         s = shared_tile(0, _WARPS)
         b, h = uint32(cuda.blockIdx.z), uint32(cuda.blockIdx.y)
-        rows, before = uint32(newK.shape[2]), uint32(kv_lens[b])
+        rows, before = uint32(new.shape[2]), uint32(kv_lens[b])
         if ragged:
             rows = uint32(new_lens[b])
         place = uint32(before // uint32(page_size) + uint32(cuda.blockIdx.x))
@@ -83,25 +96,26 @@ def make_append_e4m3(head_dim, d_v, dtype, page_size, aligned, ragged):
                 old = uint32(before - begin)
             first = uint32(uint32(begin + old) - before)  # the first new row of the page
             count = uint32(min(uint32(end - begin), uint32(page_size)) - old)
-            append_k(K[page, h], k_scale, newK[b, h], s, page, h, old, first, count)
-            append_v(V[page, h], v_scale, newV[b, h], s, page, h, old, first, count)
+            run = Run(old, first, count)
+            append(pages[page, h], scales[page], new[b, h], s, h, run)
 
-    return Kernel(append_e4m3, arguments, THREADS, 4 * _WARPS)
+    kinds = (*arrays, table, lengths, lengths)
+    return Kernel(append_e4m3, kinds, THREADS, 4 * _WARPS)
 
 
 @cache
 def _make_append_rows(head_dim, dtype, aligned):
-    """Make ``append(T, scales, new, s, page, h, old, first, count)``, which appends rows to a page.
+    """Make ``append(T, scales, new, s, h, run)``, which appends the rows of a ``Run`` to a page.
 
-    ``T: (page_size, d)`` is the page, which has ``old`` rows. ``count`` rows of ``new: (N, d)`` are
-    appended, from row ``first`` on. The scale is ``scales[page, h]``. ``s`` is shared memory with a
-    float per warp.
+    ``T: (page_size, d)`` is the page, and ``new: (N, d)`` are the new rows. The scale is
+    ``scales[h]``. ``s`` is shared memory with a float per warp.
     """
     LANES, load = lanes(head_dim), make_chunk(dtype, aligned)
     DOWN = THREADS // LANES  # rows that the threads access together
 
     @device_function
-    def append_rows(T, scales, new, s, page, h, old, first, count):
+    def append_rows(T, scales, new, s, h, run):
+        old, first, count = run.earlier, run.first, run.rows
         rx = cuda.local.array(COLUMNS, float32)
         thread = uint32(cuda.threadIdx.x)
         row0, col = uint32(thread // uint32(LANES)), uint32(thread % uint32(LANES)) * COLUMNS
@@ -120,7 +134,7 @@ def _make_append_rows(head_dim, dtype, aligned):
         scale = _power_above(max_of_block(largest, s, _WARPS))
 
         if old > uint32(0):
-            before = scales[page, h]
+            before = scales[h]
             if scale > before:
                 shrink = float32(before * inverse_power(scale))
                 row = row0
@@ -131,7 +145,7 @@ def _make_append_rows(head_dim, dtype, aligned):
             scale = maximum(scale, before)
             cuda.syncthreads()  # every thread has read the old scale
         if thread == uint32(0):
-            scales[page, h] = scale
+            scales[h] = scale
         factor = inverse_power(scale)
         row = row0
         while row < count:

@@ -38,8 +38,8 @@ class grid:
     from fa_numba.parts.grid import make_query_head as query_head
     from fa_numba.parts.grid import make_query_rows as query_rows
     from fa_numba.parts.grid import make_row_tile as row_tile
+    from fa_numba.parts.grid import make_rows_of_values as rows_of_values
     from fa_numba.parts.mma.grid import make_thread as thread
-    from fa_numba.parts.grid import make_value_rows as value_rows
 class load:
     from fa_numba.parts.mma.load import make_column_tiles as column_tiles
     from fa_numba.parts.mma.load import make_columns as columns

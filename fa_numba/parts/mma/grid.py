@@ -10,7 +10,7 @@ from fa_numba.parts.grid import make_key_rows as make_key_rows
 from fa_numba.parts.grid import make_query_head as make_query_head
 from fa_numba.parts.grid import make_query_rows as make_query_rows
 from fa_numba.parts.grid import make_row_tile as make_row_tile
-from fa_numba.parts.grid import make_value_rows as make_value_rows
+from fa_numba.parts.grid import make_rows_of_values as make_rows_of_values
 from fa_numba.parts.namespace import part
 from fa_numba.parts.records import Thread
 

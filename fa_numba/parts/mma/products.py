@@ -45,7 +45,7 @@ def make_scores(spec):
     loaded from sQ into rQ before its use.
     """
     if spec.features.page_scales:
-        return widened.make_scores(spec)
+        return widened.make_scores_of_e4m3(spec)
     return planes.make_scores_of_planes(spec) if spec.planes > 1 else _make_scores(spec)
 
 
@@ -112,10 +112,11 @@ def make_add_output(spec):
     function rounds P to 16 bits. If the kernel works with planes, the product is multiplied by the
     factor ``unit``. Otherwise ``unit`` is ignored.
 
-    The function returns ``unit``. It has a new value if V is e4m3 (``widened.make_add_output``).
+    The function returns ``unit``. It has a new value if V is e4m3
+    (``widened.make_add_output_of_e4m3``).
     """
     if spec.features.page_scales:
-        return widened.make_add_output(spec)
+        return widened.make_add_output_of_e4m3(spec)
     add = _make_add_output(spec)
 
     def add_output(rO, rP, sV, unit, options):
@@ -143,10 +144,10 @@ def make_finish_output(spec):
     """Make ``finish_output(rO, unit)``, which completes O after the last tile.
 
     ``unit`` is the last result of ``add_output``. Only for e4m3 V there is something to do
-    (``widened.make_finish_output``).
+    (``widened.make_finish_output_of_e4m3``).
     """
     if spec.features.page_scales:
-        return widened.make_finish_output(spec)
+        return widened.make_finish_output_of_e4m3(spec)
 
     def finish_output(rO, unit):
         pass

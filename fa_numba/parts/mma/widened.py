@@ -109,7 +109,7 @@ def _from_halves(left, right, lane, t):
 
 
 @part
-def make_scores(spec):
+def make_scores_of_e4m3(spec):
     """Make ``scores(rS, rQ, sQ, sK, row0, col0)``, which computes S = Qi KjT for e4m3 K.
 
     ``products.make_scores`` explains the arguments. ``order_queries`` has changed rQ, and sQ is not
@@ -147,7 +147,7 @@ def make_scores(spec):
 
 
 @part
-def make_add_output(spec):
+def make_add_output_of_e4m3(spec):
     """Make ``add_output(rO, rP, sV, unit, options)``, which adds ``unit`` times P V to O.
 
     ``rO`` holds ``unit`` times O. The function returns the new ``unit``, for which rO has been
@@ -195,7 +195,7 @@ def make_add_output(spec):
 
 
 @part
-def make_finish_output(spec):
+def make_finish_output_of_e4m3(spec):
     """Make ``finish_output(rO, unit)``, which divides O by ``unit`` and restores its order.
 
     Of each 16 columns, lane t of four then holds the columns 2 t, 2 t + 1, 8 + 2 t and 8 + 2 t + 1.
