@@ -5,7 +5,7 @@ splits, both orders on wgmma, standard attention, torch's kernels where torch is
 published curves.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from .lab.measure.check import ROUNDING
 from .lab.measure.series import HALF, HOPPER, LABELS, MMA_SPLITS
 from .lab.measure.workloads import HEAD_DIMS
 from .lab.record import Row, published_numbers, select, values
-from .lab.show import speed_figures, tables
+from .lab.show import speed_figures, style, tables
 from .lab.show.tables import Across
 
 NAME = "speed_fp16"
@@ -57,7 +57,73 @@ PAPERS = {
     **{f"fa2_fig{n}": ("fa2", f"Fig. {n}") for n in (4, 5, 6, 7)},
     **{f"fa3_fig{n}": ("fa3", f"Fig. {n}") for n in (5, 6)},
 }
-FIGURES = {name: partial(paper_bars.draw, *item) for name, item in PAPERS.items()}
+Ratio = tuple[float, float, float]  # median, and the ends of the range
+
+
+def over_cudnn(rows: Sequence[Row]) -> dict[tuple[str, int, bool], dict[int, Ratio]]:
+    """Return {(pass, head dimension, mask): {N: our FA-2's speed on wgmma / cuDNN's speed}}.
+
+    The range of a ratio follows from p20 and p80 of the two speeds. A speed without p20 and p80 has
+    no range.
+    """
+    found: dict[tuple[str, int, bool], dict[int, Ratio]] = {}
+    known = {
+        (row.series, row.pass_, row.head_dim, row.causal, row.seqlen_q): (
+            row.number, row.p20 or row.number, row.p80 or row.number)
+        for row in select(rows, metric="speed", series=(HOPPER, peers.CUDNN))
+        if not row.failed
+    }  # fmt: skip
+    for (series, pass_, d, causal, N), (ours, low, high) in known.items():
+        theirs = known.get((peers.CUDNN, pass_, d, causal, N))
+        if series == HOPPER and theirs is not None:
+            ratio = ours / theirs[0], low / theirs[2], high / theirs[1]
+            found.setdefault((pass_, d, causal), {})[N] = ratio
+    return found
+
+
+# Colours of the head dimensions.
+_OF_DIM = {64: "#0072B2", 128: "#D55E00", 256: "#009E73"}
+
+
+def cudnn(rows: Sequence[Row]) -> Any:
+    """Draw our FA-2's speed on wgmma / cuDNN's speed for every measured call, with ranges.
+
+    Return None without ratios.
+    """
+    found = over_cudnn(rows)
+    passes = [pass_ for pass_ in ("fwd", "bwd") if any(at[0] == pass_ for at in found)]
+    if not passes:
+        return None
+    figure, (axes,) = style.new(1, len(passes), 3.9, sharey=True)
+    for pass_, ax in zip(passes, axes, strict=True):
+        for (of, d, causal), ratios in sorted(found.items()):
+            if of != pass_:
+                continue
+            lengths, numbers = zip(*sorted(ratios.items()), strict=True)
+            middle, low, high = zip(*numbers, strict=True)
+            # The median of our speed and of cuDNN's may be outside of the range of the ratio.
+            spread = [[max(m - x, 0.0) for m, x in zip(middle, low, strict=True)],
+                      [max(x - m, 0.0) for m, x in zip(middle, high, strict=True)]]  # fmt: skip
+            look: dict[str, Any] = {"color": _OF_DIM[d], "ls": "--" if causal else "-"}
+            label = f"d={d}, causal" if causal else f"d={d}, no mask"
+            ax.errorbar(lengths, middle, spread, marker="o", ms=4, capsize=2, label=label, **look)
+        ax.axhline(1.0, color="#555555", lw=1.0, zorder=1)
+        style.sizes(ax, sorted({N for of in found.values() for N in of}), "sequence length N")
+        ax.set_title(speeds.PASSES[pass_])
+    axes[0].set_ylabel("FA-2's speed / cuDNN's speed")
+    every = [
+        ratio for (of, *_), of_n in found.items() if of in passes for ratio, *_ in of_n.values()
+    ]
+    ahead = sum(ratio > 1 for ratio in every)
+    message = f"In {ahead} of {len(every)} cases, FA-2 on wgmma is faster than cuDNN"
+    style.legend(figure, list(style.handles(axes).values()), message, 3)
+    return figure
+
+
+FIGURES: dict[str, Callable[..., Any]] = {
+    **{name: partial(paper_bars.draw, *item) for name, item in PAPERS.items()},
+    "fa2_over_cudnn": cudnn,
+}
 
 table = partial(
     speed_figures.table,

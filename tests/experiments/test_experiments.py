@@ -1266,3 +1266,18 @@ def test_every_experiment_measures_on_a_gpu(name, tmp_path):
         rows = [row for row in rows if row.metric == "time"]
     if name in ("block_sparse", "char_model", "loop_order", "loop_cost"):
         assert not [row.note for row in rows if row.failed]
+
+
+def test_the_figure_of_cudnn_has_every_case_with_its_range():
+    problem = fa2_setting(512, 64, dtype="float16")
+    rows = []
+    for series, value in ((speed_fp16.HOPPER, 6.0), (peers.CUDNN, 4.0)):
+        for pass_, N in (("fwd", 512), ("fwd", 1024), ("bwd", 512)):
+            at = "speed_fp16", replace(problem, seqlen_q=N, seqlen_k=N), series, value, "speed"
+            rows.append(row_of(*at, pass_=pass_, p20=0.5 * value, p80=2 * value))
+    found = speed_fp16.over_cudnn(rows)
+    assert found["fwd", 64, False] == {512: (1.5, 0.375, 6.0), 1024: (1.5, 0.375, 6.0)}
+    figure = speed_fp16.cudnn(rows)
+    title = figure.legends[0].get_title().get_text()
+    assert title == "In 3 of 3 cases, FA-2 on wgmma is faster than cuDNN" and len(figure.axes) == 2
+    assert speed_fp16.cudnn(rows[:3]) is None and not speed_fp16.over_cudnn(rows[:3])
