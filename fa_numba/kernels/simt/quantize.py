@@ -46,7 +46,7 @@ from fa_numba.parts.lanes import FULL_WARP, max_of_lanes
 
 ROWS = 128  # rows of X in a thread block
 COLUMNS = 16  # columns of a thread, which are 16 bytes of Y
-_EACH = 2  # rows of a thread; on an H200, 2 take 12 to 16 % less time than 4
+_EACH = 2  # rows of a thread; on an H200, 2 took less time than 4
 _APART = ROWS // _EACH  # the rows of a thread are this number of rows apart
 _SIZE = _EACH * COLUMNS
 _WORDS = _SIZE // 4
@@ -90,7 +90,8 @@ def make_quantize_blocks(head_dim, dtype, aligned, rotated):
     ceil(N / 128)). ``aligned`` says whether rows of X start at 16-byte addresses. If ``rotated`` is
     true, rows are rotated with the signs of the seed. The grid is (ceil(N / 128), H, B).
     """
-    load, WARPS = _make_load(head_dim, dtype, aligned, rotated), lanes(head_dim)
+    load, WARPS = _make_load(head_dim, dtype, aligned, rotated), threads(head_dim) // 32
+    LANES = lanes(head_dim)
 
     def quantize_blocks(X, Y, scales, seed_low, seed_high):
         s = shared_tile(0, WARPS)
@@ -100,7 +101,7 @@ def make_quantize_blocks(head_dim, dtype, aligned, rotated):
         scale = scale_of(max_of_block(_largest(rx), s, WARPS))
         if cuda.threadIdx.x == 0:
             scales[b, h, block] = scale
-        _store(rx, Y[b, h], block, scale, head_dim, WARPS)
+        _store(rx, Y[b, h], block, scale, head_dim, LANES)
 
     arrays = float_matrix(dtype), array_type(4, types.uint8), array_type(3)
     return _kernel(quantize_blocks, arrays, head_dim)
@@ -113,7 +114,7 @@ def make_largest(head_dim, dtype, aligned, rotated):
     ``most`` is float32, (B, H, ceil(N / 128)). The other arguments and the grid are those of
     ``make_quantize_blocks``.
     """
-    load, WARPS = _make_load(head_dim, dtype, aligned, rotated), lanes(head_dim)
+    load, WARPS = _make_load(head_dim, dtype, aligned, rotated), threads(head_dim) // 32
 
     def largest_of_blocks(X, most, seed_low, seed_high):
         s = shared_tile(0, WARPS)
@@ -173,13 +174,13 @@ def make_quantize_heads(head_dim, dtype, aligned, rotated):
 
     The other arguments and the grid are those of ``make_quantize_blocks``.
     """
-    load, WARPS = _make_load(head_dim, dtype, aligned, rotated), lanes(head_dim)
+    load, LANES = _make_load(head_dim, dtype, aligned, rotated), lanes(head_dim)
 
     def quantize_heads(X, Y, scales, seed_low, seed_high):
         rx = cuda.local.array(_SIZE, float32)
         b, h, block = uint32(cuda.blockIdx.z), uint32(cuda.blockIdx.y), uint32(cuda.blockIdx.x)
         load(rx, X[b, h], block, seed_low, seed_high)
-        _store(rx, Y[b, h], block, scales[b, h], head_dim, WARPS)
+        _store(rx, Y[b, h], block, scales[b, h], head_dim, LANES)
 
     arrays = float_matrix(dtype), array_type(4, types.uint8), array_type(2)
     return _kernel(quantize_heads, arrays, head_dim)
@@ -188,7 +189,7 @@ def make_quantize_heads(head_dim, dtype, aligned, rotated):
 def _kernel(function, arrays, head_dim):
     """Return the ``Kernel`` of a function that takes these arrays and a seed in two words."""
     kinds = (*arrays, types.int32, types.int32)
-    return Kernel(function, kinds, threads(head_dim), 4 * lanes(head_dim))
+    return Kernel(function, kinds, threads(head_dim), threads(head_dim) // 8)
 
 
 def float_matrix(dtype):
