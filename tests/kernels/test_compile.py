@@ -484,6 +484,34 @@ def test_blocks_share_a_multiprocessor_where_instructions_have_their_registers(
         hoppers_ptx_within_budgets(kernel)
 
 
+OF_E4M3 = [
+    # algorithm, head_dim, options
+    *((algorithm, d, {}) for algorithm in ("fa1", "fa2") for d in (64, 128, 256)),
+    *((algorithm, 128, {"causal": True}) for algorithm in ("fa1", "fa2")),
+    ("fa1", 64, {"window": (300, 20), "softcap": 3.0}),
+    ("fa1", 128, {"q_scale": (4, 16, 32), "out_dtype": "float32"}),
+    ("fa2", 128, {"kv_lens": 4 * [4000], "causal": True}),
+    ("fa2", 256, {"kv_lens": 4 * [4000], "window": (300, 20)}),
+    ("fa2", 256, {"q_scale": (4, 16, 32), "q_lens": 4 * [4000]}),
+    ("fa2", 128, {"out_dtype": "float32"}),
+    ("fa2", 128, {"kv_splits": 3}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm, d, options", OF_E4M3)
+def test_kernels_of_e4m3_compile_within_their_budgets(algorithm, d, options):
+    with planning_for((9, 0), SHARED["sm_90a"], 132):
+        shape = (4, 16, 4096, d)
+        plan = fa_numba.plan(shape, shape, dtype="float8_e4m3fn", algorithm=algorithm, **options)
+    turned, kernel, *_ = plan.launched
+    assert "prmt.b32" in ptx_within_budgets(turned)
+    ptx = hoppers_ptx_within_budgets(kernel)
+    products = re.findall(r"wgmma.mma_async.sync.aligned.m64n(\d+)k32.f32.e4m3.e4m3", ptx)
+    assert set(products) == {str(plan.tiles.Bc), str(d)}
+    assert "cvt.rn.satfinite.e4m3x2.f32" in ptx
+
+
 @cases("hopper fa1")
 @either_dtype
 def test_fa1_on_hoppers_unit_compiles_within_its_budgets(case, dtype):
