@@ -656,7 +656,10 @@ def operand_of_out(
     """
     if out is None:
         return None
-    target = operand("out", out, (dtype or first.dtype,))
+    own = dtype in ("", first.dtype)
+    target = operand("out", out, (first.dtype,) if own else UNSCALED)
+    if not own and target.dtype != dtype:
+        raise TypeError(f"out must have the dtype out_dtype ({dtype}), got {target.dtype}")
     check_device(first, target)
     check_shape(target, shape)
     check_written(target, list(inputs))

@@ -158,6 +158,11 @@ def _check_scaled(request: Request) -> None:
                 f"head_dim of {name} must be a multiple of {request.dtype.chunk} for {p.dtype}, "
                 f"got {d}; pad the arrays with zeros"
             )
+    if not request.aligned:
+        raise ValueError(
+            f"q, k and v of {p.dtype} must have rows that start at multiples of 16 bytes, and no "
+            "negative strides; pass contiguous copies"
+        )
 
 
 def _check_precision(request: Request) -> None:

@@ -22,9 +22,10 @@ from typing import Any
 import numpy as np
 
 from fa_numba import device, io_model
-from fa_numba.checks import LAYOUTS, as_shape, as_sizes
+from fa_numba.checks import LAYOUTS, as_shape, as_sizes, one_of
 from fa_numba.choices.arguments import Buffer
 from fa_numba.choices.requests import Choices, Request
+from fa_numba.dtypes import DTYPES, UNSCALED
 from fa_numba.host import execution, launch_cache, merging, placement, planning
 from fa_numba.host.arrays import HOST, Operand, check_together, operand, operand_of_out
 from fa_numba.host.binding import Binding, sent
@@ -92,6 +93,10 @@ def plan_with_prefix(problem: Problem, prefix: Any, choices: Choices, options: A
         raise ValueError(
             "prefix_k needs the forward pass of algorithm 'fa2', got algorithm "
             f"{choices.algorithm!r} with passes={choices.passes!r}"
+        )
+    if DTYPES[problem.dtype].scaled:
+        raise ValueError(
+            f"prefix_k cannot be given with {problem.dtype} arrays; pass {one_of(UNSCALED)} arrays"
         )
     prefix = as_shape("prefix_k", getattr(prefix, "shape", prefix))
     first = _of_prefix(problem, prefix, (*prefix[:-1], problem.d_v), options)

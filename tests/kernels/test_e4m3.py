@@ -192,6 +192,25 @@ def test_refused(options, says):
         fa_numba.plan(SHAPE, (1, 1, 200, 64), **{"dtype": E4M3, **options})
 
 
+def test_a_prefix_is_refused():
+    with refused(ValueError, ["prefix_k cannot be given with float8_e4m3fn arrays"]):
+        fa_numba.plan(SHAPE, SHAPE, dtype=E4M3, prefix_k=(2, 32, 64))
+
+
+def test_arrays_that_the_copy_engine_cannot_read_are_refused():
+    q, k, v = quantized(1, 1, 1, 20, 20, 80)[0]
+    with (
+        device.using("emulator"),
+        refused(ValueError, ["of float8_e4m3fn must have rows that start at multiples of 16"]),
+    ):
+        fa_numba.attention(*(x[..., 1:65] for x in (q, k, v)))
+    with (
+        device.using("emulator"),
+        refused(TypeError, ["out must have the dtype out_dtype (float16), got float32"]),
+    ):
+        fa_numba.attention(q, k, v, out=np.zeros((1, 1, 20, 80), np.float32))
+
+
 def test_head_dimensions_are_multiples_of_16():
     with refused(ValueError, ["head_dim of q and k must be a multiple of 16 for float8_e4m3fn"]):
         fa_numba.plan((1, 2, 200, 40), (1, 2, 200, 40), dtype=E4M3)
