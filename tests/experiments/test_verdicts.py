@@ -50,8 +50,17 @@ def recorded(name):
     ]
 
 
-def stored(question):
-    return [row for name in question.experiments for row in recorded(name)]
+@cache
+def stored(experiments):
+    """The rows of experiments; questions about the same ones share them."""
+    return Evidence([row for name in experiments for row in recorded(name)])
+
+
+@cache
+def altered(experiments, other):
+    """The rows with one kind of change in each; `other` is the change's place in OTHERS."""
+    rows = [row for name in experiments for row in recorded(name)]
+    return Evidence(x for n, row in enumerate(rows) for x in OTHERS[other](n, row))
 
 
 def row(series="fa2-simt", value=2.0, **fields):
@@ -258,7 +267,7 @@ CHANGES = (
 def test_numbers_lead_to_each_answer_that_the_rule_has(question, monkeypatch):
     """The published ones, and those changed, in the place of ours."""
     question = replace(question, not_comparable="", control={})
-    evidence, points_of, found, known = Evidence(stored(question)), questions.points_of, [], {}
+    evidence, points_of, found, known = stored(question.experiments), questions.points_of, [], {}
     for change in CHANGES:
 
         def made_up(pairs, evidence, change=change):
@@ -289,16 +298,16 @@ OTHERS = (
 
 @pytest.mark.parametrize("question", QUESTIONS, ids=IDS)
 def test_our_numbers_are_made_of_the_rows(question):
-    def ours(rows):
+    def ours(evidence):
         found = {}
         with suppress(MissingRows):
-            for p in questions.points_of(question.pairs, Evidence(rows)):
+            for p in questions.points_of(question.pairs, evidence):
                 found.setdefault(p.label, []).append((p.place, p.ours))
         return found
 
-    numbers = ours(rows := stored(question))
-    for other in OTHERS:
-        found = ours(x for n, r in enumerate(rows) for x in other(n, r)) if numbers else {}
+    numbers = ours(stored(question.experiments))
+    for other in range(len(OTHERS)):
+        found = ours(altered(question.experiments, other)) if numbers else {}
         numbers = {label: those for label, those in numbers.items() if found.get(label) == those}
     assert not numbers
 
@@ -324,8 +333,7 @@ def test_every_question_has_words_and_quantities():
 def test_a_question_is_open_without_rows_and_follows_them_with(question):
     found = question.finding(Evidence([]))
     assert (found.number, found.verdict) == ("", NOT_MEASURED) and "no rows" in found.reason
-    rows = stored(question)
-    found = question.finding(Evidence(rows))
+    found = question.finding(stored(question.experiments))
     assert found.verdict in (REPRODUCED, TREND, REFUTED, NOT_COMPARABLE) and found.number
     assert found.reason or found.verdict == REPRODUCED  # every other verdict has a reason
 
