@@ -101,10 +101,19 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
     for problem in bench.each(every, "timing"):
         arrays = _arrays(problem, inputs)
         gate, failure = attempt(check.gate, problem, "fwd", *arrays)
-        for series in shuffled((*ours, *peers.here(PEERS)), problem):
+        for series in shuffled((*ours, *peers.here(compared(problem))), problem):
             yield from _timed(series, problem, arrays, gate, failure, bench.machine)
         device.release_memory()
         peers.release()
+
+
+def compared(problem: Problem) -> tuple[str, ...]:
+    """Return the series of other libraries that are measured for a problem.
+
+    torch's unfused attention is included if every query head has a K/V head of its own. Otherwise
+    it would read copies of K and V.
+    """
+    return (*PEERS, peers.UNFUSED) if problem.group == 1 else PEERS
 
 
 def sweep_of(row: Row) -> str:

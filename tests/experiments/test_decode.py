@@ -85,3 +85,9 @@ def test_the_figure_has_a_line_a_series(read):
     for ax in figure.axes:
         lines = [line for line in ax.lines if line.get_label()[0] != "_"]
         assert len(lines) == 7 + bool(read)
+
+
+def test_unfused_attention_is_measured_where_it_reads_no_copies():
+    alone, shared = (decode._problem(1, group, 1, 512) for group in (1, 4))
+    assert decode.compared(alone) == (*decode.PEERS, "torch-unfused")
+    assert decode.compared(shared) == decode.PEERS
