@@ -39,6 +39,7 @@ from .exits import Leaving
 from .global_memory import GlobalArray, track_owners
 from .grids import Grid
 from .groups import AT_BARRIER, AT_GRID, DONE, READY, WARP, Group, OneByOne, Parting
+from .mbarriers import MbarrierTile
 from .products import WARPGROUP, Products, Together
 from .progress import Progress
 from .rebind import Rebinder, diverging
@@ -50,6 +51,8 @@ TURNS = 3  # most groups into which `schedule` divides the warps of a thread blo
 _seed: ContextVar[int | None] = ContextVar("fa_numba_schedule", default=None)
 # Kernels whose thread blocks could not run at the same time in an earlier launch.
 _one_by_one: WeakSet[Callable[..., None]] = WeakSet()
+# Code of kernels with mbarriers, whose thread blocks never run at the same time.
+_with_mbarriers: set[CodeType] = set()
 
 
 @contextmanager
@@ -256,6 +259,18 @@ class Launch(Products):
                 self.warps_together = WARPGROUP // WARP
             self.end()
             kept.restore()
+
+    def init_mbarrier(self, tile: MbarrierTile, index: Any, count: Any) -> None:
+        """Initialise an mbarrier; see `Mbarriers.init_mbarrier`.
+
+        The warpgroups of a thread block with mbarriers nearly always wait for each other. A thread
+        block that still runs as one group therefore begins again at its first mbarrier, and each
+        warpgroup is a group of its own.
+        """
+        super().init_mbarrier(tile, index, count)
+        if self.threads > WARPGROUP and self._random is None and not self.partition.any():
+            _with_mbarriers.add(self.kernel_function.__code__)
+            raise Parting(self.active())
 
     def _part(self, group: Group, parting: Parting) -> None:
         """Put the lanes of `parting` into a group of their own when the thread block runs again.
@@ -535,7 +550,8 @@ def launch(
         raise ValueError(
             f"time_limit must be a number of seconds above 0, or None, got {time_limit!r}"
         )
-    alone = function in _one_by_one or asked_for() or _seed.get() is not None
+    alone = function in _one_by_one or function.__code__ in _with_mbarriers
+    alone = alone or asked_for() or _seed.get() is not None
     at_once = 1 if alone else blocks_at_once(extent, shape)
     context = Launch(extent, shape, shared_bytes, function.__name__, at_once)
     context.races, context.wraparound = races, wraparound
