@@ -76,6 +76,42 @@ def begin(bars, first, second=0):
     cuda.syncthreads()
 
 
+def test_warpgroups_run_apart_from_the_first_mbarrier_on(monkeypatch):
+    """A thread block begins again before it has stored anything, and always runs alone."""
+
+    def made():
+        def kernel(out):
+            bars = mbarrier_tile(BARRIERS, 8)
+            begin(bars, 128)
+            t = cuda.threadIdx.x
+            out[cuda.blockIdx.x, t] = 1.0
+            if t < 128:
+                wait_mbarrier(bars, 0, uint32(0))
+            else:
+                arrive_mbarrier(bars, 0)
+
+        return kernel
+
+    part, together = emulator.run.Launch._part, emulator.run.Launch._run_together
+    stored, tried = [], []
+
+    def noted_part(self, *args):
+        stored.append(len(self.journal))
+        part(self, *args)
+
+    def noted_together(self, *args):
+        tried.append(args)
+        return together(self, *args)
+
+    monkeypatch.setattr(emulator.run.Launch, "_part", noted_part)
+    monkeypatch.setattr(emulator.run.Launch, "_run_together", noted_together)
+    for times in (1, 2):
+        out = np.zeros((2, 256), np.float32)
+        counts = launch(made(), 256, out, grid=2)
+        assert out.all() and counts.stores["out"] == out.size
+        assert stored == [0] * times and tried == [(1, 2)]
+
+
 # --- phases ----------------------------------------------------------------------------------
 
 
