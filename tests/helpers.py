@@ -44,6 +44,17 @@ EPS = float(np.finfo(np.float32).eps)
 # One rounding to nearest of 16 bits, relative.
 ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 
+
+@contextmanager
+def case(*words):
+    """Add the words, which name a case of a test, to an error that is raised inside."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"case: {', '.join(map(str, words))}")
+        raise
+
+
 # --- inputs ----------------------------------------------------------------------------------
 
 

@@ -8,6 +8,7 @@ import textwrap
 
 import numpy as np
 import pytest
+from helpers import case
 
 from fa_numba import io_model
 from fa_numba.algorithms import (
@@ -81,38 +82,32 @@ def agree(got, want, bound=TIGHT):
 SHAPES = [(1, 1, 1), (5, 5, 3), (7, 11, 4), (11, 7, 5), (13, 1, 2), (1, 13, 8), (16, 8, 4)]
 TILES = [dict(Br=2, Bc=3), dict(Br=4, Bc=4), dict(Br=3, Bc=20), dict(Br=20, Bc=1)]
 
-each_case = [
-    pytest.mark.parametrize("tiles", TILES, ids=lambda t: f"{t['Br']}x{t['Bc']}"),
-    pytest.mark.parametrize("causal", [False, True]),
-    pytest.mark.parametrize("scale", [None, -0.7]),
-    pytest.mark.parametrize("shape", SHAPES),
-]
+OPTIONS = [dict(scale=scale, causal=causal) for scale in (None, -0.7) for causal in (False, True)]
 
 
-def every_case(test):
-    for mark in each_case:
-        test = mark(test)
-    return test
-
-
-@every_case
+@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("compute", FORWARD)
-def test_every_forward_is_attention(compute, shape, scale, causal, tiles):
+def test_every_forward_is_attention(compute, shape):
     Q, K, V, _ = random_inputs(*shape)
-    options = dict(scale=scale, causal=causal)
-    want = one_head(attention, Q, K, V, return_lse=True, **options)
-    agree(compute(Q, K, V, **tiles, **options), want)
+    for options in OPTIONS:
+        want = one_head(attention, Q, K, V, return_lse=True, **options)
+        for tiles in TILES:
+            with case(options, tiles):
+                agree(compute(Q, K, V, **tiles, **options), want)
 
 
-@every_case
+@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("backward", BACKWARD)
-def test_every_backward_is_the_gradient_of_attention(backward, shape, scale, causal, tiles):
+def test_every_backward_is_the_gradient_of_attention(backward, shape):
     Q, K, V, dO = random_inputs(*shape)
-    options = dict(scale=scale, causal=causal)
-    want = one_head(attention_backward, dO, Q, K, V, **options)
-    for out, ref in zip(gradients(backward, Q, K, V, dO, **tiles, **options), want, strict=True):
-        # A gradient may cancel to nothing: of one column dS is 0 but for rounding.
-        np.testing.assert_allclose(out, ref, rtol=TIGHT, atol=TIGHT)
+    for options in OPTIONS:
+        want = one_head(attention_backward, dO, Q, K, V, **options)
+        for tiles in TILES:
+            found = gradients(backward, Q, K, V, dO, **tiles, **options)
+            with case(options, tiles):
+                for out, ref in zip(found, want, strict=True):
+                    # A gradient may cancel to nothing: of one column dS is 0 but for rounding.
+                    np.testing.assert_allclose(out, ref, rtol=TIGHT, atol=TIGHT)
 
 
 # --- step by step -----------------------------------------------------------------------------
