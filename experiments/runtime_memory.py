@@ -51,6 +51,9 @@ REPEATED, REPEATS, SECONDS = 8192, 10, 0.1
 # A claim says that a training step at this length is possible. It has one batch entry, and the
 # fastest unit is used.
 LONGEST, LONGEST_SERIES = 2**20, "fa2-auto"
+# Standard attention with one batch entry, until it does not fit, to compare with LONGEST_SERIES.
+ALONE = "plain, batch 1"
+ALONE_SERIES, ALONE_SEQLENS = ("standard-mma", peers.UNFUSED), (16384, 32768, 65536)
 CHECKED = Problem(2, 2, 2, 256, 256, HEAD_DIM, dtype=DTYPE)
 PROTOCOL = (
     f"batch entries are copies of one, and of N={LONGEST}, batch 1, so are its parts, so that O "
@@ -94,6 +97,7 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
         yield from session.rows(problem, name)
     if not options.quick:
         yield from session.longest()
+        yield from session.alone()
 
 
 def _results_bytes(problem: Problem, pass_: str) -> int:
@@ -155,6 +159,19 @@ class _Session:
             return max(gate(out[:, :, :N]), gate(out[:, :, -N:]))
 
         yield from self._series(longest, PLAIN, LONGEST_SERIES, arrays, {}, ends)
+
+    def alone(self) -> Iterator[Row]:
+        """Yield the rows of standard attention with one batch entry, for ALONE_SEQLENS."""
+        for N in ALONE_SEQLENS:
+            problem = replace(setting(N), batch=1)
+            one = self._inputs(problem)
+            gate = check.gate(problem, "fwd", *one)
+            arrays = peers.on_device(one, problem.dtype)
+            for series in ALONE_SERIES:
+                if not calls.theirs(series):
+                    yield from self._series(problem, ALONE, series, arrays, {}, gate)
+                elif peers.available():
+                    yield from self._series(problem, ALONE, series, arrays, {}, gate.peer)
 
     def _series(
         self, problem: Problem, name: str, series: str, arrays: Sequence[Any],

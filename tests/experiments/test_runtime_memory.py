@@ -110,7 +110,8 @@ def measured(monkeypatch, attention=exact, seqlens=(24, 40), repeated=32, failin
         for name, (of, _) in runtime_memory.SETTINGS.items()
     }
     monkeypatch.setattr(runtime_memory, "SETTINGS", settings)
-    monkeypatch.setattr(runtime_memory._Session, "longest", lambda session: ())
+    for more in ("longest", "alone"):
+        monkeypatch.setattr(runtime_memory._Session, more, lambda session: ())
     # A few small rows: what dropout makes of them is spread.
     for name in ("DEVIATION_BOUND", "SIZE_BOUND"):
         monkeypatch.setattr(check, name, 2.0)
@@ -162,6 +163,29 @@ def test_the_longest_is_a_shorter_one_again_and_again(monkeypatch, wrong_rows):
     text = runtime_memory.table([*rows, *others]).caption
     assert ("With batch 1 and N=96, FA-2" in text) is not failed
     assert len(rows) == (3 if failed else 4) and {"fwd", "fwd+bwd"} <= {r.pass_ for r in rows}
+
+
+def test_standard_attention_is_measured_with_one_batch_entry(monkeypatch):
+    """Until it does not fit. Its rows are not those of 16 batch entries."""
+    alone = runtime_memory._Session.alone
+
+    def full(dout, q, *others, **options):
+        if q.shape[2] > 24:
+            raise MemoryError
+        return exact_gradients(dout, q, *others, **options)
+
+    measured(monkeypatch, failing=full, seqlens=(24,))
+    monkeypatch.setattr(runtime_memory, "ALONE_SEQLENS", (24, 40, 48))
+    session = runtime_memory._Session("some-gpu", runtime_memory.setting(24))
+    with fa_numba.device.using("emulator"):
+        rows = list(alone(session))
+    assert {(r.series, r.batch, r.place) for r in rows} == {
+        ("standard-mma", 1, runtime_memory.ALONE)
+    }
+    times = {(r.pass_, r.seqlen_q): r.failed for r in rows if r.metric == "time"}
+    assert times["fwd", 48] is times["fwd+bwd", 24] is False and times["fwd+bwd", 40] is True
+    assert ("fwd+bwd", 48) not in times
+    assert not runtime_memory.curve(rows, "standard-mma", "time", "fwd", runtime_memory.PLAIN)
 
 
 def test_what_does_not_fit_is_not_tried_at_longer_lengths(monkeypatch):
