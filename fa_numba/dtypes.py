@@ -54,6 +54,7 @@ DTYPES = {
 }
 E4M3 = DTYPES["float8_e4m3fn"]
 SCALED_ROWS = 128  # rows of a block of an e4m3 array that has a scale of its own
+E4M3_CAPABILITY = (8, 9)  # compute capability of the first GPUs that convert to and from e4m3
 # Names of the dtypes whose arrays have no scales. Every function with arrays q, k and v takes them.
 UNSCALED = tuple(name for name, dtype in DTYPES.items() if not dtype.scaled)
 

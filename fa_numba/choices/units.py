@@ -29,7 +29,7 @@ from fa_numba.choices.tiles import (
     unspilled,
 )
 from fa_numba.choices.tuned import tuned_tiles
-from fa_numba.dtypes import DTYPES, E4M3, UNSCALED
+from fa_numba.dtypes import DTYPES, E4M3, E4M3_CAPABILITY, UNSCALED
 from fa_numba.kernels import mma, simt, wgmma
 from fa_numba.options import PLAIN, Features, argument_of
 from fa_numba.problem import MAX_HEAD_DIM, MAX_SEQLEN
@@ -324,6 +324,14 @@ class Mma(Unit):
         (("fa1", "fwd"), ("fa2", "fwd"), ("fa2", "bwd")), ("fp16x3", "bf16x6", "bf16x3")
     )
     measures = tiling.MEASURES
+
+    def lacks(self, request: Request) -> str:
+        if request.features.page_scales:
+            if request.capability < E4M3_CAPABILITY:
+                return f"pages of {E4M3.name} on a GPU of compute capability below 8.9"
+            if "q_registers" in request.choices.ablate:
+                return f"ablate='q_registers' with pages of {E4M3.name}"
+        return ""
 
     def forward(self, request: Request) -> Shape:
         choices, group = request.choices, request.problem.group
@@ -716,7 +724,8 @@ def unit_of(request: Request) -> Chosen[Unit]:
 
     - No unit has the name.
     - The unit does not take the dtype of the request.
-    - The unit does not support the request (``Unit.lacks``).
+    - The unit, or for "auto" every unit of the device, does not support the request
+      (``Unit.lacks``).
 
     Raise ``NoUnit`` if the device does not have the unit.
     """
@@ -737,6 +746,7 @@ def unit_of(request: Request) -> Chosen[Unit]:
         )
     least, here = (".".join(map(str, x)) for x in (taking[0].capability, capability))
     left: list[str] = []
+    lacked = ""
     for unit in reversed(taking):
         if not unit.runs_on(capability):
             left.append(f"not {unit.name}: GPUs of compute capability {here} do not have it")
@@ -748,6 +758,8 @@ def unit_of(request: Request) -> Chosen[Unit]:
             raise ValueError(
                 f"unit {name!r} does not support {lacking}; pass unit={one_of(map(repr, able))}"
             )
+        if lacking:
+            lacked = f"unit {unit.name!r} does not support {lacking}"
         lacking = f"its kernels do not support {lacking}" if lacking else ""
         unsuited = lacking or (unit.unsuited(request) if name == "auto" else "")
         if not unsuited:
@@ -755,6 +767,8 @@ def unit_of(request: Request) -> Chosen[Unit]:
             why = "chosen by the caller" if name != "auto" else last
             return Chosen(unit, "; ".join((why, *left)))
         left.append(f"not {unit.name}: {unsuited}")
+    if lacked:
+        raise ValueError(f"no unit supports the call: {lacked}")
     newer = "" if taking[0].newest else " or newer"
     present = [unit for unit in UNITS.values() if unit.runs_on(capability)]
     there = ""

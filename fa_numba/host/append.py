@@ -8,7 +8,7 @@ import numpy as np
 
 from fa_numba import checks, device
 from fa_numba.checks import LAYOUTS
-from fa_numba.dtypes import DTYPES, E4M3, UNSCALED
+from fa_numba.dtypes import DTYPES, E4M3, E4M3_CAPABILITY, UNSCALED
 from fa_numba.host import launch_cache, placement
 from fa_numba.host.arrays import (
     HOST,
@@ -27,7 +27,6 @@ from fa_numba.host.arrays import (
 from fa_numba.host.binding import paging, sent
 from fa_numba.host.execution import execute, heads_first
 from fa_numba.host.plans import Launch, LaunchPlan
-from fa_numba.host.quantizing import FIRST_CAPABILITY
 from fa_numba.kernels.simt.append import blocks, make_append
 from fa_numba.kernels.simt.append_e4m3 import COLUMNS, make_append_e4m3, pages_touched
 from fa_numba.options import UNIFORM
@@ -215,7 +214,7 @@ def _scales(given: tuple[Any, Any], inputs: list[Operand], heads: int) -> list[O
                 f"{x.name} must have rows that start at multiples of 16 bytes (head_dim a multiple "
                 f"of {COLUMNS}), got shape {x.shape} and strides {x.strides} bytes"
             )
-    if device.compute_capability() < FIRST_CAPABILITY:
+    if device.compute_capability() < E4M3_CAPABILITY:
         raise ValueError(
             f"pages of {E4M3.name} need a GPU of compute capability 8.9 or newer, got "
             f"{'.'.join(map(str, device.compute_capability()))}"

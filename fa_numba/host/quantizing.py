@@ -8,7 +8,7 @@ from typing import Any
 from fa_numba import checks, device
 from fa_numba.checks import LAYOUTS
 from fa_numba.choices.arguments import Buffer
-from fa_numba.dtypes import E4M3, UNSCALED
+from fa_numba.dtypes import E4M3, E4M3_CAPABILITY, UNSCALED
 from fa_numba.host import launch_cache, placement
 from fa_numba.host.arrays import Operand, all_aligned, operand
 from fa_numba.host.binding import SEEDS, seed_words
@@ -27,7 +27,6 @@ from fa_numba.options import as_word
 from fa_numba.problem import MAX_HEAD_DIM, MAX_SEQLEN
 
 PER = ("tensor", "head", "block")
-FIRST_CAPABILITY = (8, 9)  # of the first GPUs with conversions to e4m3
 
 
 def quantize(x: Any, per: str, rotate: int | None, layout: Any, stream: Any) -> tuple[Any, Any]:
@@ -95,7 +94,7 @@ def _first_quantize(x: Any, per: str, rotate: Any, layout: Any, stream: Any, cal
             f"head_dim of x must be a power of two with rotate, got {d}; append columns of zeros "
             "to q and k, and pass the scale of the original head_dim to the attention call"
         )
-    if device.compute_capability() < FIRST_CAPABILITY:
+    if device.compute_capability() < E4M3_CAPABILITY:
         raise ValueError(
             "quantize must run on a GPU of compute capability 8.9 or newer, which converts to "
             f"e4m3, got {'.'.join(map(str, device.compute_capability()))}"

@@ -8,6 +8,7 @@ from helpers import assert_counts, numpy_dtype
 
 import fa_numba
 from fa_numba import Tiles, reference
+from fa_numba.bounds import DEVICES
 from fa_numba.device import linking
 
 E4M3 = "float8_e4m3fn"
@@ -138,6 +139,17 @@ def test_what_is_refused(change, error, says):
     given |= {n: change[n] for n in ("q_scale", "unit", "algorithm") if n in change}
     with pytest.raises(error, match=re.escape(says)):
         fa_numba.attention(q, *pages, **given)
+
+
+def test_older_gpus_are_refused():
+    how = {"dtype": "float16", "kv_dtype": E4M3, "block_table": (1, 2)}
+    with DEVICES["A100"].planning():
+        for unit in ("auto", "mma"):
+            says = (
+                "unit 'mma' does not support pages of float8_e4m3fn on a GPU of compute capabilit"
+            )
+            with pytest.raises(ValueError, match=says):
+                fa_numba.plan((1, 2, 1, 64), (4, 1, 16, 64), unit=unit, **how)
 
 
 def test_e4m3_keys_without_pages_need_e4m3_queries():

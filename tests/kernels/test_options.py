@@ -644,9 +644,9 @@ REFUSED_CALLS = [
     ("attention", HALVES, {"alibi_slopes": np.ones(2, np.float16)}, TypeError,
      "alibi_slopes must be float32", "got float16"),
     ("attention", tuple(a.astype("f8") for a in HALVES), {}, TypeError,
-     "q must be float32, float16 or bfloat16", "got float64"),
+     "q must be float32, float16, bfloat16 or float8_e4m3fn", "got float64"),
     ("attention", tuple(a.astype(">f2") for a in HALVES), {}, TypeError,
-     "q must be float32, float16 or bfloat16", "got >f2"),
+     "q must be float32, float16, bfloat16 or float8_e4m3fn", "got >f2"),
     ("attention", HALVES, {"algorithm": "fa2", "query_splits": 2}, TypeError, "query_splits"),
     ("flash_attention_1", HALVES, {"warp_partition": "columns"}, ValueError,
      "warp_partition must be 'rows' or 'keys', got 'columns'"),
@@ -687,7 +687,7 @@ REFUSED_CALLS = [
     ("plan", SHAPES, {"passes": "bwd", "ablate": ("padding",)}, ValueError,
      "ablate must be () with passes='bwd', got ('padding',); ablate is only for passes='fwd'"),
     ("plan", SHAPES, {"dtype": "float8"}, ValueError,
-     "dtype must be 'float32', 'float16' or 'bfloat16', got 'float8'"),
+     "dtype must be 'float32', 'float16', 'bfloat16' or 'float8_e4m3fn', got 'float8'"),
     *(
         row
         for a in FUNCTIONS
