@@ -12,22 +12,27 @@ ml_dtypes = pytest.importorskip("ml_dtypes")
 E4M3 = "float8_e4m3fn"
 # Largest relative error against float64 with P rounded by the kernel's tiles.
 BOUND = 1e-2
-CASES = [
+BLOCKS = {"q_scale": "blocks", "k_scale": "blocks"}
+QUICK = [
     # algorithm, B, Hq, Hk, Nq, Nk, d, options
-    ("fa2", 1, 1, 1, 1, 1, 128, {}),
-    ("fa2", 1, 2, 1, 131, 257, 128, {"causal": True}),
-    ("fa2", 2, 2, 2, 70, 140, 64, {"window": (60, 8), "out_dtype": "float32"}),
+    ("fa2", 1, 2, 1, 60, 257, 128, {"causal": True}),
     ("fa2", 1, 1, 1, 65, 129, 256, {"out_dtype": "bfloat16", "layout": "bnhd"}),
     ("fa2", 2, 1, 1, 70, 300, 64, {"q_lens": [70, 9], "kv_lens": [0, 290], "softcap": 2.0}),
+    ("fa2", 1, 1, 1, 140, 200, 64, {"window": (90, 9), "out_dtype": "float32", **BLOCKS}),
+    ("fa1", 1, 1, 1, 70, 300, 128, {"causal": True}),
+    ("fa1", 1, 1, 1, 40, 300, 256, {"q_lens": [9], "out_dtype": "bfloat16"}),
+    ("fa1", 1, 1, 1, 140, 150, 64, {"window": (90, 9), "out_dtype": "float32", **BLOCKS}),
+]
+CASES = [
+    ("fa2", 1, 1, 1, 1, 1, 128, {}),
+    ("fa2", 1, 1, 1, 200, 300, 128, {}),
     ("fa2", 1, 2, 1, 40, 500, 80, {"kv_splits": 2}),
+    ("fa2", 2, 2, 1, 140, 300, 64, {"causal": True, "q_scale": "blocks", "k_scale": "blocks"}),
     ("fa1", 1, 1, 1, 1, 1, 128, {}),
     ("fa1", 1, 2, 1, 131, 513, 128, {"causal": True}),
-    ("fa1", 1, 1, 1, 200, 300, 64, {"window": (60, 8), "out_dtype": "float32"}),
-    ("fa1", 2, 1, 1, 70, 300, 256, {"q_lens": [70, 9], "out_dtype": "bfloat16"}),
     ("fa1", 1, 1, 1, 200, 270, 64, {"query_splits": 2, "softcap": 2.0}),
-    ("fa2", 2, 2, 1, 140, 300, 64, {"causal": True, "q_scale": "blocks", "k_scale": "blocks"}),
-    ("fa1", 1, 2, 1, 200, 270, 64, {"window": (90, 9), "k_scale": "blocks"}),
 ]
+CASES = [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES)]
 
 
 def quantized(B, Hq, Hk, Nq, Nk, d, layout="bhnd", blocks=(), ones=()):
