@@ -554,6 +554,72 @@ def test_what_the_ladder_says_of_float32_on_an_h100():
     assert f"| backward | none | 0.75 | {shares} |" in words
 
 
+# The steps of the forward kernel on Hopper: words at the start of the row, trial, note of the time
+# before the step and of the time after it.
+FORWARD_STEPS = [
+    ("1: the maxima", "step by step", "as it is", "maxima of all rows first"),
+    ("2: ", "step by step", "maxima of all rows first", "and the warpgroup by a shuffle"),
+    (
+        "3: ",
+        "step by step",
+        "and the warpgroup by a shuffle",
+        "and turns by a number in a register",
+    ),
+    (
+        "1 to 3, and each warp",
+        "addresses in uniform registers",
+        "as it is",
+        "warps decide when they wait for P V",
+    ),
+    (
+        "1 to 3, and all warps wait for P V after the maxima, O scaled after",
+        "addresses in uniform registers",
+        "as it is",
+        "O scaled after the exponentials",
+    ),
+    (
+        "1 to 3, and all warps wait for P V after the maxima, O scaled before",
+        "the kept kernel",
+        "as it is",
+        "O scaled before the exponentials",
+    ),
+    ("like the kept", "the kept kernel", "as it is", "no branch behind the maxima"),
+]
+
+
+def test_what_the_ladder_says_of_the_forward_pass_on_an_h200():
+    page = (FIGURES / "tables" / "ladder.md").read_text()
+    section = page.partition("## The forward pass on Hopper: what")[2].partition("\n## ")[0]
+    rows = cells(section)
+
+    def gain(trial, before, after, **at):
+        found = [of(f"forward, {trial}", note=note, **at) for note in (before, after)]
+        values = over(*found, "d", "N", "causal")
+        return f"{np.median(values):.2f}, {span(values)}"
+
+    for words, trial, before, after in FORWARD_STEPS:
+        (row,) = (r for r in rows if r[0].startswith(words))
+        for d, said in zip(DIMS, row[2:], strict=True):
+            masks = (gain(trial, before, after, d=d, causal=c) for c in ("false", "true"))
+            assert said == "; ".join(masks), row[0]
+    words = " ".join(section.split())
+    peer = gain("addresses in uniform registers", "flash-attn-4 4.0.0b36", "as it is")
+    kept = gain("the kept kernel", "as it is", "O scaled before the exponentials")
+    assert (
+        "{} times the speed of flash-attn-4 (median of 24 calls, {})".format(*peer.split(", "))
+        in words
+    )
+    assert (
+        "{} times the speed of the kernel before (median of 12 calls, {})".format(*kept.split(", "))
+        in words
+    )
+    counters = iter(trials("h200_counters"))
+    for ours, theirs in zip(counters, counters, strict=True):
+        ratios = [f"{int(ours[n]) / int(theirs[n]):.2f}" for n in ("cycles", "instructions")]
+        busy = "; ".join(f"{float(r['tensor_busy']):.0%}" for r in (ours, theirs))
+        assert [*ratios, busy] in [r[2:] for r in rows]
+
+
 def test_what_the_ladder_says_of_further_trials_on_hopper():
     page, said = (FIGURES / "tables" / "ladder.md").read_text(), []
     names = ("rescaled where m grows by more than 8", "rescaled where m grows",

@@ -105,7 +105,7 @@ def make_forward(spec):
                     k_pipeline.release(bars, Slot(stage, phase))
                     scores.scale_bias_and_mask(rS, rBS, own_factor, tile)
                     # FA-1 lines 10, 11, FA-2 line 9: m, l, and P = e^(S - m) of the new m
-                    softmax.online_of_lanes(rS, own_factor, rm, rl, rf)
+                    softmax.online_of_rows(rS, own_factor, rm, rl, rf)
                     softmax.drop(rS, tile)
                     products.round_p(rP, rS)
                     j0 = scheduler.step(j_next)
@@ -123,12 +123,13 @@ def make_forward(spec):
                         k_pipeline.release(bars, after)
                         scores.scale_bias_and_mask(rS, rBS, own_factor, tile)
                         # FA-1 lines 10, 11, FA-2 line 9: m, l, and P = e^(S - m) of the new m
-                        softmax.online_of_lanes(rS, own_factor, rm, rl, rf)
-                        softmax.drop(rS, tile)
+                        changes = softmax.maxima(rS, own_factor, rm, rl, rf)
                         products.end_output(rO, rT, False)
                         v_pipeline.release(bars, kv)
                         # FA-1 line 12, FA-2 line 10: O = diag(e^(m_old - m_new)) O + Pij Vj
-                        softmax.scale_rows(rO, rf)
+                        softmax.rescale_changed(rO, rf, changes)
+                        softmax.exponentials(rS, own_factor, rm, rl)
+                        softmax.drop(rS, tile)
                         products.round_p(rP, rS)
                         stage, phase = after
                         j0 = scheduler.step(j_next)
@@ -145,8 +146,7 @@ def make_forward(spec):
                     v_pipeline.release(bars, kv)
                     done = Tile(uint32(i0 + ROWS * w), j0, head, thread)
                     epilogue.write_out(rO, rl, rm, shared, q, out, split, done)
-                    stage, phase = after
-                    q_stage, q_phase = q_after
+                    (stage, phase), (q_stage, q_phase) = after, q_after
                     (i0, h, b, split), Nq, Nk, j0, j_end, hk = scheduler.take(work, q_stage)
                     head = Head(b, h, hk, Nq, Nk, work.options)
                     factor = products.score_factor(scale, head)

@@ -201,9 +201,13 @@ class scores:
     from fa_numba.parts.mods import make_slopes as slopes
 class softmax:
     from fa_numba.parts.softmax import make_drop as drop
-    from fa_numba.parts.softmax import make_online_of_lanes as online_of_lanes
+    from fa_numba.parts.wgmma.softmax import make_exponentials as exponentials
+    from fa_numba.parts.wgmma.softmax import make_maxima as maxima
+    from fa_numba.parts.wgmma.softmax import make_online_of_rows as online_of_rows
     from fa_numba.parts.wgmma.softmax import make_online_to_p as online_to_p
+    from fa_numba.parts.wgmma.softmax import make_rescale_changed as rescale_changed
     from fa_numba.parts.softmax import make_scale_rows as scale_rows
+    from fa_numba.parts.wgmma.softmax import shift_of as shift_of
     from fa_numba.parts.softmax import make_start_of_lanes as start_of_lanes
     from fa_numba.parts.softmax import make_sum_lanes as sum_lanes
 class values:
