@@ -178,6 +178,18 @@ def test_torch_has_every_variant():
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
+@pytest.mark.parametrize("window", [(3, None), (None, 2), (3, 2), (0, 0), None])
+def test_flex_attention_hides_what_a_window_hides(window):
+    problem = Problem.from_shapes((1, 1, 9, 16), (1, 1, 12, 16), window=window)
+    visible, (i, j) = flex._mask_mod(problem), np.indices((9, 12))
+    if window is None:
+        assert visible is None
+    else:
+        left, right = (100 if side is None else side for side in window)
+        want = (j >= i + 3 - left) & (j <= i + 3 + right)
+        np.testing.assert_array_equal(visible(0, 0, i, j), want)
+
+
 def test_functions_of_torch_go_to_flex_attention(monkeypatch):
     torch = pytest.importorskip("torch")
     attention = pytest.importorskip("torch.nn.attention.flex_attention")

@@ -117,18 +117,26 @@ def _mask_mod(problem: Problem, cu_seqlens_q: Any = None, **_: Any) -> Callable 
     its own sequence.
     """
     left, right, diagonal = problem.left, problem.right, problem.diagonal
+    conditions: list[Callable] = []
+    if right is not None:
+        conditions.append(lambda i, j: j <= i + diagonal + right)
+    if left is not None:
+        conditions.append(lambda i, j: j >= i + diagonal - left)
     if cu_seqlens_q is not None:
         ends = torch.as_tensor(cu_seqlens_q, device="cuda")[1:].long()
         rows = torch.arange(int(ends[-1]), device="cuda")
         entry = torch.searchsorted(ends, rows, right=True)
-        if right is None:
-            return lambda b, h, i, j: entry[i] == entry[j]
-        return lambda b, h, i, j: (entry[i] == entry[j]) & (j <= i + right)
-    if left is not None and right is not None:
-        return lambda b, h, i, j: (j <= i + diagonal + right) & (j >= i + diagonal - left)
-    if right is not None:
-        return lambda b, h, i, j: j <= i + diagonal + right
-    return None
+        conditions.append(lambda i, j: entry[i] == entry[j])
+    if not conditions:
+        return None
+
+    def visible(b: Any, h: Any, i: Any, j: Any) -> Any:
+        seen = conditions[0](i, j)
+        for condition in conditions[1:]:
+            seen = seen & condition(i, j)
+        return seen
+
+    return visible
 
 
 def _score_mod(
