@@ -17,10 +17,11 @@ import fa_numba
 
 
 class Dtype:
-    """One of torch's dtypes; NumPy has no bfloat16 and keeps its bits."""
+    """One of torch's dtypes; NumPy has no bfloat16 and no float8, and keeps their bits."""
 
     def __init__(self, name):
-        self.name, self.host = name, {"bfloat16": "uint16"}.get(name, name)
+        hosts = {"bfloat16": "uint16", "float8_e4m3fn": "uint8"}
+        self.name, self.host = name, hosts.get(name, name)
 
     def __repr__(self):
         return f"torch.{self.name}"
@@ -29,7 +30,7 @@ class Dtype:
 DTYPES = {
     name: Dtype(name)
     for name in (
-        *("float32", "float64", "float16", "bfloat16"),
+        *("float32", "float64", "float16", "bfloat16", "float8_e4m3fn"),
         *("bool", "uint8", "int16", "int32", "int64"),
     )
 }

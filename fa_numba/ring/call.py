@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import fa_numba
 from fa_numba import checks, device
-from fa_numba.checks import LAYOUTS, as_flag, as_layout, as_lengths, as_sizes, as_window
+from fa_numba.checks import LAYOUTS, as_flag, as_layout, as_lengths, as_sizes, as_window, one_of
+from fa_numba.dtypes import E4M3, UNSCALED
 from fa_numba.host import placement
 from fa_numba.host.arrays import check_tensor, has_tangent, on_host, operand
 from fa_numba.host.launch_cache import KEPT
@@ -121,6 +122,9 @@ def _checked(
     torch = sys.modules["torch"]
     for name, x in {"q": q, "k": k, "v": v}.items():
         check_tensor(name, x)
+        dtype = str(x.dtype).removeprefix("torch.")
+        if dtype == E4M3.name:
+            raise TypeError(f"{name} must be {one_of(UNSCALED)} in ring_attention, got {dtype}")
     checks.check_name("travels", travels, TRAVELS)
     causal, layout = as_flag("causal", causal), as_layout(layout)
     link = Link(group, counter())

@@ -719,6 +719,11 @@ REFUSED = [
         TypeError,
         r"k must have the dtype of q \(torch\.float32\), got torch\.float16",
     ),
+    (
+        {"q": Tensor.of(np.ones((1, 1, 4, 8), np.uint8), "float8_e4m3fn")},
+        TypeError,
+        "q must be float32, float16 or bfloat16 in ring_attention, got float8_e4m3fn",
+    ),
 ]
 
 
