@@ -180,6 +180,21 @@ def test_arrays_of_libraries_with_and_without_the_dtype():
         operand("q", bits, ("float16", e4m3))  # NumPy's has ml_dtypes
 
 
+def test_a_replayed_call_takes_its_own_seed(kept):
+    with no_gpu_but_its_driver() as gpu:
+        gpu.runs = False
+        x = on_gpu(np.ones((1, 1, 4, 16), np.float32))
+        for rotate in (3, 2**40 + 1, 2**63):
+            stored, scales = fa_numba.quantize(x, "block", rotate)
+            given = gpu.given[-1]
+            low, high = np.array([rotate], "<u8").view("<i4").tolist()
+            assert (given["seed_low"], given["seed_high"]) == (low, high)
+            assert (stored.dtype, scales.shape) == (np.uint8, (1, 1, 1))
+        assert len(kept) == 1
+        fa_numba.quantize(x, "block")
+        assert len(kept) == 2
+
+
 def test_without_ml_dtypes_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "ml_dtypes", None)
     with monkeypatch.context() as context:
