@@ -45,7 +45,11 @@ def settings(problem: Problem) -> list[Setting]:
 
 
 def backward(problem: Problem) -> list[Setting]:
-    """Return the backward calls of a problem, with the tiles of line 1 for M floats."""
+    """Return the backward calls of a problem: one call for each loop order.
+
+    The tile sizes are those that line 1 of FlashAttention's Algorithm 4 gives for an on-chip memory
+    of `M` floats. `M` is a constant of this module.
+    """
     return [scaling.ruled(name, problem, M, f"M={M}", "bwd") for name in RULED]
 
 

@@ -234,10 +234,12 @@ def _axes(ax: Any, found: dict[tuple[str, str], dict[int, float]]) -> None:
 
 
 def crossing(rows: Sequence[Row]) -> float | None:
-    """Return the M from which FA-1 (line 1's tiles) has at most as many accesses as square blocks.
+    """Return the M from which FA-1 accesses at most as many elements as standard attention.
 
-    "Square blocks" is `blocked_standard`. M is interpolated by a power law between the two
-    neighbouring sizes. Return None if the curves do not cross.
+    M is the size of the on-chip memory in floats. The accesses are closed forms. FA-1 has the tiles
+    that line 1 of its Algorithm 1 gives for M. Standard attention multiplies matrices in square
+    blocks, as in `blocked_standard`. Both numbers are known for some sizes M only. Between two
+    sizes, the result is interpolated by a power law. Return None if there is no such crossing.
     """
     found = scaling.per_score(_large(rows), memory)
     flash, blocked = found.get((RULED[0], "model"), {}), found.get((BLOCKED, "model"), {})

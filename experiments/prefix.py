@@ -240,9 +240,12 @@ Place = tuple[int, int]  # keys of the prefix, sequences
 
 
 def by_way(rows: Sequence[Row], series: str, metric: str) -> dict[Place, dict[str, float]]:
-    """Return numbers of the large steps as {(keys of the prefix, sequences): {way: number}}.
+    """Return bytes or times of decoding steps with the sizes LARGE, by how the prefix is read.
 
-    Steps without a number for each of the two ways are left out.
+    The result is {(keys of the prefix, number of sequences): {way: number}}. There are two ways to
+    read the prefix: ONCE for all sequences, or BY_EACH sequence. With the metric "traffic", the
+    numbers are bytes by the access model. With another metric, such as "time", they are measured
+    numbers. Decoding steps that have a number for only one of the two ways are left out.
     """
     wanted = {"series": series, "metric": metric, "head_dim": LARGE[3]}
     wanted["source"] = "model" if metric == "traffic" else "measured"

@@ -228,7 +228,14 @@ def _with_fault(fault: str, call: Callable[..., None], rank: int, ranks: int) ->
 
 
 def _named(call: Callable[[], None], begin: float, ranks: int) -> str:
-    """Make a call, and return text that names the rank which was latest to make it."""
+    """Make a call of ring attention on this rank, and return text that names a slow rank.
+
+    `begin` is the time at which this rank began to prepare the call, in seconds of
+    `time.monotonic`. The preparation ends when this function is called. After the call, the ranks
+    exchange their preparation times. The text names the rank with the longest preparation. It is
+    empty if this rank was not much slower than the median rank; see `slow_rank`. `ranks` is the
+    number of ranks.
+    """
     import torch
 
     every: list[Any] = [None] * ranks

@@ -173,11 +173,13 @@ def rows(experiment: str, *by: By, value: Callable[[Row], float] = attrgetter("n
     experiment : str
         Name of the experiment.
     *by : str or callable
-        The elements of a place: names of columns, or functions that take a row.
+        The columns by which the numbers are told apart, such as "head_dim", "seqlen_q". Their
+        values are the key of a number (its place), such as (64, 512). A column is the name of a
+        column, or a function that takes a row and returns a value.
     value : callable, optional
         Takes a row and returns the number. Default: the row's value.
     fold : callable, default sum
-        Combines the numbers of rows with equal places.
+        Combines the numbers of rows with equal keys.
     none : float, optional
         Number that is used if no row has these fields, but other rows of the series exist.
         Default: raise MissingRows.
@@ -225,15 +227,16 @@ def paper(*by: By, **wanted: Any) -> Quantity:
     Parameters
     ----------
     *by : str or callable
-        The elements of a place: names of columns of our rows, such as "seqlen_q", or functions that
-        take a line of published.csv.
+        The columns by which the published numbers are told apart, such as "head_dim", "seqlen_q".
+        Their values are the key of a number, such as (64, 512). A column is the name of a column of
+        our rows, or a function that takes a line of published.csv and returns a value.
     **wanted
         Columns of figures/data/published.csv and their texts. A tuple allows several texts.
 
     Returns
     -------
     Quantity
-        Published numbers. Numbers of equal places are added.
+        The published numbers by key. Numbers with equal keys are added.
     """
 
     def cell(line: Mapping[str, str], part: By) -> Any:

@@ -75,14 +75,18 @@ class Question:
         What differs between our numbers and the published numbers, if they do not measure the same
         thing. The verdict is then "not comparable". Empty if they are comparable.
     pairs : mapping
-        Maps a label to a pair: our quantity, and the published quantity.
+        The numbers that are compared. Maps a label to a pair: our quantity, and the published
+        quantity.
     beside : mapping
-        Further pairs in the same form. They are used only for the trend "order".
+        Further numbers, as pairs like those in `pairs`. They are used only for the trend "order",
+        which compares the order of several kernels.
     control : mapping
-        Sentence -> (our divisor's speed, the published speed of the divisor on the same GPU). If
-        they differ, our ratio and the published ratio have different divisors: they are not
-        comparable. The page then contains the sentence; {} in it is our speed / the published
-        speed.
+        A check for ratios of speeds, such as our speed / cuDNN's speed. Such ratios are comparable
+        with published ratios only if the divisor (here cuDNN) is equally fast in both measurements.
+        Maps a sentence to a pair: the divisor's speed in our measurement, and its published speed.
+        If the two speeds differ, the verdict is "not comparable", and the page contains the
+        sentence. {} in the sentence is replaced by our speed / the published speed. Empty: no
+        check.
     """
 
     key: str
@@ -134,9 +138,10 @@ class Question:
         return Finding("; ".join(words), judged.verdict, why)
 
     def _other_divisor(self, evidence: Evidence) -> str:
-        """Return a sentence if our divisor is not the paper's divisor; else an empty text.
+        """Return why our ratios and the published ratios have different divisors; else "".
 
-        The two divisors are the same if their speeds agree at nine of ten points; see `control`.
+        The divisors are equal if their speeds agree at nine of ten points or more. The pairs of
+        speeds are in the field `control`, which the docstring of the class describes.
         """
         for sentence, pair in self.control.items():
             points = points_of({sentence: pair}, evidence)

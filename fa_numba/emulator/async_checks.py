@@ -41,10 +41,12 @@ from .checks import (
 
 @part_of_a_loop
 def before(stamp, known, warps):
-    """Return whether an earlier access happened before this call, as `known` says.
+    """Return whether an earlier access is known to be ordered before the current operation.
 
-    `stamp` is the stamp of the earlier access. `known` and `warps` are described at the top of this
-    module.
+    `stamp` is the stamp of the earlier access, by a thread, by several threads of a warp, or by the
+    hardware. `known` contains one stamp for each thread: every access of the thread with a smaller
+    stamp is ordered before the current operation. `warps` is the number of warps of the thread
+    block. The top of this module describes `known` in detail.
     """
     code = stamp & NOBODY
     if code == NOBODY:

@@ -240,13 +240,21 @@ def shared_store(
 def shared_atomic(
     written, reads, touched, atomics, plain, first, length, e, mask, tids, starts, seen, base
 ):
-    """Check and record an atomic update of element e[lane] in every lane.
+    """Check the atomic updates of shared memory in one instruction, and record them.
 
-    `atomics` contains the stamp of each element's last atomic update. It equals the stamp in
-    `written` if the last write of the element was atomic. `plain` then contains the stamp of the
-    last write that was not atomic. If threads of several warps have updated the element, the new
-    stamp has the code NOBODY. Only a barrier of the thread block then orders later accesses after
-    the updates.
+    Each lane updates one element. Atomic updates of an element may happen in any order. An atomic
+    update must not race with a read or a plain (not atomic) write. Return -1, or the first lane
+    whose update may race or is out of bounds. Two arrays contain stamps of each element:
+
+    | array | stamp |
+    |---|---|
+    | `atomics` | last atomic update; equal to the stamp in `written` if no plain write followed |
+    | `plain` | last plain write before the latest atomic updates |
+
+    The other arguments are described at the top of this module. An update by one thread is recorded
+    with the code of the thread. Updates by several threads of a warp have the code of the warp.
+    Updates by several warps have the code NOBODY: only a barrier of the thread block orders later
+    accesses after them.
     """
     for k in range(e.size):
         if not mask[k]:

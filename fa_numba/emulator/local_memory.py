@@ -236,11 +236,13 @@ class LocalArray(Unconverted):
             self.summed.clear()
 
     def _compute(self, writes: bool = False) -> None:
-        """Compute the multiply-adds that were collected, before another access to the array.
+        """Prepare the array for an access that is not a collected multiply-add.
 
-        While a matrix product uses the array, no multiply-adds are collected. Each of these
-        products then checks the access instead. It raises RegisterHazard if the access is not
-        allowed. `writes` says whether the access is a write.
+        Normally, this computes the multiply-adds that `multiply_add` has collected, so that the
+        access sees their results. But if asynchronous matrix products of a warpgroup still use the
+        array, nothing was collected. This method then checks whether the access is allowed during
+        these matrix products, and raises RegisterHazard if it is not. `writes` says whether the
+        access is a write.
         """
         if self.flying:
             for product in self.flying:

@@ -1,4 +1,8 @@
-"""The statements of a written function, and facts about each of their values.
+"""The list of statements of a function that is translated for kernels.
+
+The package ``mods`` translates a user's function, such as a ``score_mod``, to Python text for
+kernels. It writes the text statement by statement. This module stores the statements, and facts
+about the value that each statement computes.
 
 A value is called shared if it is equal for all scores of a tile, such as a captured number. Shared
 factors are multiplied with each other first: once per tile instead of once per score.

@@ -171,7 +171,12 @@ class Course:
         return _stops(self)
 
     def pieces(self, owner: int, step: int) -> tuple[Piece, ...]:
-        """Return the calls at ``step`` that use the travelling part of ``owner``."""
+        """Return the calls of attention that use one rank's travelling operands in one step.
+
+        The travelling operands of the rank ``owner`` are its rows of K and V, or its rows of Q. In
+        the step number ``step``, they are on the rank ``(owner + step) % ranks``. That rank makes
+        the returned calls. The result is empty if the mask hides everything.
+        """
         return _pieces(self, owner, step)
 
     def valid(self, rank: int) -> Iterator[tuple[Span, Span]]:

@@ -96,9 +96,13 @@ class Spec(ABC):
 
     @property
     def p_exponent(self) -> float:
-        """The exponent by which P is larger than e^(S - m): P is 2^(S - m + p_exponent).
+        """The base-2 logarithm of the factor by which P is larger than usual; normally 0.
 
-        The kernel subtracts it from m. The stored m, l and O then need no further factor.
+        Kernels compute P = 2^(S - m), with S in units of log2. m is normally the largest score of
+        the row, so that P is at most 1. In some kernels, m is the largest score minus this number,
+        so that P is at most 2^p_exponent. P in e4m3 then uses more of the range of e4m3. The sums l
+        and P V contain the same factor as P. O and the logsumexp m + log2(l) therefore need no
+        correction.
         """
         return 0.0
 
@@ -250,15 +254,20 @@ class Spec(ABC):
 
     @property
     def stays(self) -> Text | None:
-        """Text of the ``score_mod`` that the kernel computes after it masks the scores, or None.
+        """Text of the function that changes scores after they were masked, or None.
 
-        Usually a kernel computes ``score_mod`` before it masks the scores, and the value is None.
-        Some backward kernels on Hopper mask the scores in a first step, and compute ``score_mod``
-        in a second step, together with dS (``Features.scores_stay``). The spec of the first step
-        has this text (``wgmma_backward.hidden_alone``). The first step multiplies the scores by the
-        factor of the text, applies the inner function of the text (``mods.Text``), and replaces
-        hidden scores by a finite number. If the text is empty, the first step multiplies by the
-        scale instead.
+        Usually it is None: a kernel computes ``score_mod`` first, and then hides masked scores.
+        Some backward kernels on Hopper have the opposite order (``Features.scores_stay``). They
+        work in two steps:
+
+        1. Multiply the products of Q and K by ``score_factor`` of this text, apply ``inner`` of
+           this text (see ``mods.Text``), and replace hidden scores by a finite number. If the text
+           has no ``score_factor``, the factor is the scale.
+        2. Compute the options that change scores, and their derivatives, together with dS. The text
+           is the function to compute. It may be empty (``Features.kept_scores_text``).
+
+        Each step has its own spec. The property is not None in the spec of step 1, which the
+        function ``wgmma_backward.hidden_alone`` returns.
         """
         return None
 

@@ -113,15 +113,14 @@ class WgmmaFa1Spec(WgmmaSpec):
 
     @property
     def arrivals(self) -> Arrivals:
-        """The barriers to initialise, and the numbers of arrivals that complete a barrier.
+        """The barriers to initialise, and how many arrivals complete each barrier.
 
-        One arrival completes a barrier for a full slot. One arrival also completes a barrier of
-        ``written``. A barrier for an empty slot needs these arrivals:
-
-        slot     arrivals that complete the barrier for the empty slot
-        Q        one of each warp of the consumer that owns the barrier
-        O        one of the first thread of the consumer that owns the barrier
-        K or V   one of each warp of all consumers
+        barrier                        arrivals that complete the barrier
+        a slot is full                 one
+        the pipeline ``written``       one (its barriers say that O was written to memory)
+        a slot of Q is empty           one of each warp of the consumer that owns the barrier
+        a slot of O is empty           one of the first thread of the consumer that owns the barrier
+        a slot of K or V is empty      one of each warp of all consumers
         """
         q, k, v, o, written = self.pipelines
         warps = 4 * self.consumers

@@ -164,19 +164,23 @@ class Checks:
         return self.once((series, pass_, small), shorter)
 
     def once(self, key: Any, check: Callable[[], Any]) -> Check:
-        """Run a check unless it has passed before. Return a check that accepts every result.
+        """Run a check now, unless it has already passed.
+
+        This is for results that are not checked themselves. Instead, the result of a similar,
+        shorter call is checked once. `check` is this check. The timing functions need a function
+        that checks each result, and this method returns such a function. It checks nothing more.
 
         Parameters
         ----------
         key : hashable
-            Identifies the check. A check with a known key is not run again.
+            Identifies the check. If a check with an equal key has passed, `check` is not called.
         check : callable
             Takes no argument. Raises an error if something is wrong.
 
         Returns
         -------
         callable
-            Takes a result and returns NaN.
+            Takes any result and returns NaN, the error of a result that was not checked.
         """
         if key not in self._passed:
             check()

@@ -3,9 +3,10 @@
 A move is one traced access: a thread block loads or stores some rows of one array. `notes` writes
 the moves of a trace into rows of data, and `traces` makes traces from such rows.
 
-A trace has a clock, which counts bytes instead of seconds. The clock is the number of bytes moved
-so far, where thread blocks run one after the other. `Trace.held` says when each tile is on the
-chip, and `Trace.visits` says when each tile of S is computed.
+A trace contains no times in seconds. In place of the time, it uses the number of bytes that have
+been moved so far, as if thread blocks ran one after the other. This number is called the clock.
+`Trace.held` says when each tile is on the chip, and `Trace.visits` says when each tile of S is
+computed.
 """
 
 import re
@@ -62,7 +63,7 @@ class Move:
     bytes : int
         Bytes that are moved.
     start : int
-        The clock before the move: the bytes of all earlier moves.
+        Number of bytes that all earlier moves have moved. Traces use it in place of the time.
     line : str
         The line of the paper's algorithm, as the comment in the kernel names it.
     """
@@ -78,13 +79,18 @@ class Move:
 
     @property
     def stop(self) -> int:
-        """Return the clock after the move, in bytes."""
+        """Return the number of bytes that all moves up to this move have moved, this move included.
+
+        Traces use this number in place of the time.
+        """
         return self.start + self.bytes
 
 
 @dataclass(frozen=True)
 class Held:
-    """A tile that is on chip during an interval of the clock.
+    """A tile that is on chip during an interval.
+
+    The interval is given in bytes: the bytes that have been moved so far replace the time.
 
     Parameters
     ----------
@@ -95,7 +101,7 @@ class Held:
     block : int
         Number of the thread block.
     start, stop : int
-        Begin and end of the interval, in bytes.
+        Bytes that have been moved when the interval begins, and when it ends.
     """
 
     array: str
@@ -107,14 +113,16 @@ class Held:
 
 @dataclass(frozen=True)
 class Visit:
-    """The computation of tile (i, j) of S, with the interval of the clock that it takes.
+    """The computation of tile (i, j) of S, and the interval in which it happens.
+
+    The interval is given in bytes: the bytes that have been moved so far replace the time.
 
     Parameters
     ----------
     i, j : int
         Number of the row tile, and number of the column tile.
     start, stop : int
-        Begin and end of the interval, in bytes.
+        Bytes that have been moved when the interval begins, and when it ends.
     """
 
     i: int
@@ -124,7 +132,9 @@ class Visit:
 
 
 def notes(accesses: Iterable[Any]) -> Iterator[tuple[str, int]]:
-    """Yield, for each traced access, the note of its row of data and its bytes.
+    """Yield a text and the number of bytes for each traced access.
+
+    The text is the note of the row of data that describes the access.
 
     Parameters
     ----------
@@ -239,13 +249,19 @@ class Trace:
 
     @cached_property
     def held(self) -> list[Held]:
-        """Return the intervals of the clock in which tiles are on chip.
+        """Return the intervals in which tiles are on chip.
 
-        A tile of Q, K or V is in shared memory from its load until another tile takes its slot, or
-        until the thread block ends. A tile of O, l, m or L is in registers from its load until its
-        store. A kernel may also compute a tile of O, l, m or L without loading it. The interval of
-        such a tile begins after two moves: the load of the tile of Q with the same rows, and the
-        last store of the previous row tile.
+        Begin and end of an interval are numbers of bytes; see the docstring of the module.
+
+        | tile | begin of the interval | end of the interval |
+        |---|---|---|
+        | Q, K or V (in shared memory) | its load | another load into its slot, or the last move |
+        | O, l, m or L (in registers), loaded | its load | its store |
+        | O, l, m or L, not loaded | see below | its store |
+
+        A kernel may compute a tile of O, l, m or L without loading it. The interval of the tile
+        then begins when two moves are complete: the load of the tile of Q with the same rows, and
+        the last store of the row tile before.
         """
         return [held for moves in self.blocks.values() for held in self._held_by(moves)]
 
@@ -383,7 +399,7 @@ def steps(trace: Trace) -> dict[str, list[Any]]:
         Two lists with one entry for each event (see `events`). "steps" contains texts, in which
         "|" separates five parts: the moves, the tiles on the chip, the tile of S that is computed,
         the numbers of the paper's lines, and the number of the thread block. "bytes" contains the
-        clock after each event.
+        number of bytes that have been moved after each event.
     """
     clean = passes(trace)
     fills = {*trace.moves} - {*clean.moves}
