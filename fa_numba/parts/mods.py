@@ -138,15 +138,16 @@ def make_hide(spec):
 
 @part
 def _make_each(spec, first, of_one, chunk, rows=1):
-    """Make ``each(rG, rS, scale, tile)``, which calls ``of_one`` for the elements of the thread,
-    from element number ``first`` on.
+    """Make ``each(rG, rS, scale, tile)``, which calls ``of_one`` for the thread's elements of a
+    tile, from element number ``first`` to the last one.
 
     The call is ``of_one(rG, rS, e, scale, place, head)``, where e is the register of the element in
     rS, and ``place`` is the position of the element. With ``rows`` above 1, ``of_one`` is called
     only for the first of every ``rows`` rows of the thread.
 
-    The compiler unrolls the loop over elements. One function therefore handles only ``chunk``
-    elements. Then it calls the function for the remaining elements, which this factory also makes.
+    The compiler unrolls the loop over elements completely. The function therefore handles at most
+    ``chunk`` elements. A second function of the same kind handles the elements after them. This
+    factory makes the second function by calling itself with a larger ``first``.
     """
     TN, (EI, EJ), COUNT = spec.TN, spec.element_steps, spec.TM * spec.TN // rows
     row_of, column_of, by_rows = make_row(spec), make_column(spec), spec.TM > TN
@@ -323,11 +324,12 @@ def _make_add_of_one(spec):
 
 
 def kept_sums(spec):
-    """Return two numbers of registers: for sums that are added to gradients later, and for the
-    positions of these sums.
+    """Return the sizes of the two register arrays in ``kept``: the number of sums, and the number
+    of registers for the positions of sums.
 
-    A position takes two registers. Both numbers are at least 1, because an array of registers
-    cannot be empty.
+    A position is the row and the column of an array element. It takes two registers. Only sums
+    whose array element differs between scores have a position. Both sizes are at least 1, because
+    an array of registers cannot be empty.
     """
     gradient = _gradient(spec.features)
     shared, merged = (gradient.shared, gradient.merged) if gradient is not None else (0, 0)
@@ -336,8 +338,9 @@ def kept_sums(spec):
 
 @part
 def make_start_sums(spec):
-    """Make ``start_sums(kept)``, which sets the sums in ``kept`` to 0, and their positions to row 0
-    and column 0.
+    """Make ``start_sums(kept)``, which sets all sums in ``kept`` to 0.
+
+    Each position in ``kept`` is set to row 0 and column 0 of the captured array.
     """
     SUMS, PLACES = kept_sums(spec)
 
@@ -356,13 +359,14 @@ def make_add_sums(spec):
     """Make ``add_sums(kept, head)``, which adds the sums in ``kept`` to the gradients of captured
     arrays in global memory.
 
-    There are two kinds of sums:
+    Each thread holds its own sums. There are two kinds of sums:
 
-    - Sums for array elements whose position depends on neither the row nor the column of the score.
-      These sums are first added over the lanes of a warp. Then one lane adds the result to global
-      memory.
-    - Sums for array elements that neighbouring scores can share. These sums are first added over
-      the lanes of a warp if all lanes have the same position.
+    - The first kind is for an array element that is the same for all scores of the head, such as
+      ``array[h]``. These sums are added over the lanes of the warp. Then one lane adds the total to
+      global memory.
+    - The second kind is for an array element that can differ between scores, such as ``array[i]``.
+      If the array element is the same in all lanes of the warp, the sums are added over the lanes
+      first. Then the sums are added to global memory.
     """
     gradient = _gradient(spec.features)
     SHARED, MERGED = (gradient.shared, gradient.merged) if gradient is not None else (0, 0)
@@ -386,11 +390,14 @@ def make_add_sums(spec):
 
 @part
 def _make_join_lanes(spec):
-    """Make ``join_lanes(kept, n)``, which adds sum number n over the lanes of a warp, if all lanes
-    have the same position.
+    """Make ``join_lanes(kept, n)``, which adds one sum over the 32 lanes of a warp, if the sums of
+    all lanes belong to the same array element.
 
-    The first lane then gets the total, and the other lanes get 0. If two lanes have different
-    positions, nothing changes.
+    Each lane holds a sum in registers, together with the row and the column of the array element to
+    whose gradient the sum will be added. Both are in ``kept``. If the rows and columns of all lanes
+    are equal, lane 0 gets the total, and the other lanes get 0. Otherwise the sums stay unchanged.
+    The number n counts the sums that have a row and a column of their own, which are the second
+    kind of sums in ``make_add_sums``.
     """
     gradient = _gradient(spec.features)
     SHARED = gradient.shared if gradient is not None else 0
@@ -624,17 +631,21 @@ def _slope_text(features):
 
 
 def _chunk(*texts):
-    """Return the number of elements of a tile that one device function handles.
+    """Return how many elements of a tile one device function handles.
 
-    ``texts`` are source texts that are compiled for each element. The compiler unrolls the loop
-    over the elements. The number is therefore smaller for long texts.
+    The compiler unrolls the loop over the elements completely. ``texts`` are source texts that are
+    compiled once for each element. The number is therefore smaller if one of the texts is long.
     """
     lines = max((len(text.splitlines()) for text in texts if text), default=1)
     return max(1, min(AT_A_TIME, LINES // lines))
 
 
 def _chunk_of(mod):
-    """Return the number of elements of a tile that one device function handles if it calls ``mod``
-    for each element.
+    """Return how many elements of a tile one device function handles, if it calls the user's
+    function ``mod`` for each element.
+
+    A thread's elements are divided among several device functions (``_make_each``), because the
+    compiler unrolls a loop over elements completely. ``mod`` is a ``Mod``, or None. The number is
+    smaller if ``mod`` or its derivative has a long source text (``_chunk``).
     """
     return _chunk(mod and mod.value.text, mod and mod.slope.text)

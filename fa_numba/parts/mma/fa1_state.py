@@ -1,9 +1,10 @@
 """The state that FlashAttention-1 passes through global memory on tensor cores: O, l and m of a row
 tile.
 
-Between the passes, O is stored in float32 in the array ``A``. The last pass of a row tile rounds O
-to 16 bits and writes it to the array ``O``. If the kernel works with planes, the output is float32.
-Then O is stored in the array ``O`` between the passes, too.
+A pass is one step of the outer loop over column tiles. Two arrays in global memory store O. Between
+the passes, O is in the float32 array ``A`` of the workspace. The last pass of a row tile rounds O
+to 16 bits and writes it to the output ``O``. Kernels that work with planes have a float32 output.
+They do not use ``A``, and store O in the output between the passes, too.
 """
 
 from fa_numba.device import uint32
@@ -21,18 +22,18 @@ def make_initialise(spec):
     """Make ``initialise(rO, rl, rm, state, row0, rows_end, head, thread)``, which writes the first
     values of O, l and m to global memory, before the loops of the kernel begin.
 
-    The values are O = 0, l = 0 and m = -inf. With a sink s, they are O = 0, l = 1 and m = s.
-    Normally the function does nothing, because the first pass over K/V initialises O, l and m. With
-    a window, ``q_lens`` or a block mask, the first pass can skip row tiles, and the function
-    writes:
+    Normally the function does nothing, because the first pass over K/V writes O, l and m of all row
+    tiles. With a window, ``q_lens`` or a block mask, the first pass can skip row tiles. The
+    function then writes O = 0, l = 0 and m = -inf. With a sink s, it writes O = 0, l = 1 and m = s.
 
-    | case | row tiles | arrays of O |
-    |---|---|---|
-    | no block mask | all | ``O``, and without planes also ``A`` |
-    | block mask | those that visit no column tile, or have rows past ``q_lens`` | ``O`` |
+    - Without a block mask, the function writes these values for all row tiles of the head between
+      row ``row0`` and row ``rows_end``.
+    - With a block mask, it writes them only for two kinds of row tiles: those that visit no column
+      tile, and those with rows past ``q_lens``.
 
-    The row tiles are those from row ``row0`` to row ``rows_end`` - 1 of the head. ``rO``, ``rl``
-    and ``rm`` are registers that the function may overwrite.
+    O = 0 is written to the output ``state.O``. Without a block mask, it is also written to
+    ``state.A``, the float32 array that stores O between the passes. Kernels that work with planes
+    do not use ``state.A``. ``rO``, ``rl`` and ``rm`` are registers that the function may overwrite.
     """
     Br, start, initialises = spec.Br, make_start(spec), spec.features.initialises
     is_unseen = make_is_unseen(spec)
@@ -61,10 +62,10 @@ def make_read_state(spec):
     """Make ``read_state(rO, rl, rm, state, visit, tile, rows_end)``, which reads O, l and m of a
     row tile from global memory into registers.
 
-    If global memory contains no state of the row tile yet, the function reads nothing. It then sets
-    O = 0, l = 0 and m = -inf. With a sink s, it sets O = 0, l = 1 and m = s.
-    ``visits.make_row_starts`` finds this case from ``visit``, a 32-bit integer about the visit
-    (``visits.make_row_ahead``).
+    If ``visits.row_starts(visit, j0)`` is true, no pass has written O, l and m of this row tile
+    yet. The function then reads nothing, and sets O = 0, l = 0 and m = -inf. With a sink s, it sets
+    O = 0, l = 1 and m = s. ``visit`` is the integer that ``visits.row_ahead`` has returned for this
+    row tile. It is used only with a block mask.
     """
     row_starts, read_fragments = make_row_starts(spec), make_read_fragments(spec)
     in_place = spec.planes > 1
@@ -89,10 +90,10 @@ def make_write_state(spec):
     """Make ``write_state(rO, rl, rm, state, visit, tile, rows_end)``, which writes O, l and m of a
     row tile to global memory.
 
-    If the row tile visits a later column tile, O goes to the array ``A`` in float32. Otherwise O is
-    rounded to the dtype of the array ``O`` and goes to this array. If the kernel works with planes,
-    O always goes to the array ``O``. ``visit`` is a 32-bit integer about the visit
-    (``visits.make_row_ahead``).
+    If a later pass visits the row tile again, O goes to the float32 array ``state.A``. In the last
+    pass, O is rounded to the dtype of the output ``state.O`` and goes to this array. Kernels that
+    work with planes write O to ``state.O`` in every pass. ``visit`` is the integer that
+    ``visits.row_ahead`` has returned for this row tile. It is used only with a block mask.
     """
     sees_more = make_row_sees_more(spec)
     write_rows, write_fragments = make_write_rows(spec), make_write_fragments(spec)

@@ -109,15 +109,16 @@ def make_scores_of_planes(spec):
 
 @part
 def _make_add_scores_from(spec, first):
-    """Make ``add_from(rS, rT, rQ, sQ, sK, at_q, at_k)``, which adds products of Q and K to the
-    registers rS and rT.
+    """Make ``add_from(rS, rT, rQ, sQ, sK, at_q, at_k)``, which adds a part of the product Q KT to
+    the registers rS and rT.
 
-    ``at_q`` and ``at_k`` are the indices of the warp's first fragments in sQ and sK.
-    ``products.make_scores`` explains ``rQ``. The function adds the products of 16 columns of Q and
-    K at a time, and begins at column 16 ``first``.
+    The sum is over the columns of Q and K from 16 * ``first`` on, in steps of 16 columns. ``at_q``
+    and ``at_k`` are the indices of the warp's first fragments in sQ and sK.
+    ``products.make_scores`` explains ``rQ``.
 
-    The compiler unrolls the loop over columns. One function therefore adds only UNROLLED groups of
-    16 columns. Then it calls the function for the remaining columns, which this factory also makes.
+    The compiler unrolls the loop over columns completely. The function therefore handles at most
+    UNROLLED times 16 columns. A second function of the same kind handles the columns after them.
+    This factory makes the second function by calling itself with a larger ``first``.
     """
     R, TN, K, keeps, PLANES = spec.TM // 2, spec.TN, spec.DK, spec.keeps_q, spec.planes
     COLUMNS, RK, LAST = TN // 4, 4 * spec.planes, min(spec.DK, first + UNROLLED)
@@ -210,17 +211,17 @@ def add_fragment_product_of_planes(spec, drops, times):
 
 @part
 def _make_add_columns_from(sums, first):
-    """Make ``add_from(rO, rA, sV, at, unit)``, which adds ``unit`` times the product A B to the
-    registers rO.
+    """Make ``add_from(rO, rA, sV, at, unit)``, which adds ``unit`` times the last columns of a
+    product A B to the registers rO.
 
-    ``rA`` holds the planes of A. ``at`` is the index in sV at which B begins. ``unit`` is a float32
-    factor. The function computes 16 columns of the result at a time, and begins at column 16
-    ``first``. Each group of 16 columns has sums of its own, which are multiplied by ``unit`` and
-    added to rO.
+    These are the columns from 16 * ``first`` on. ``sums`` gives the sizes of the product
+    (``Sums``). ``rA`` holds the planes of A. B is in shared memory sV, and ``at`` is the index that
+    this lane passes to ``ldmatrix`` for the first element of B. The function computes 16 columns of
+    the product at a time in separate registers. It multiplies them by ``unit`` and adds them to rO.
 
-    The compiler unrolls the loop over columns. One function therefore computes only UNROLLED groups
-    of 16 columns. Then it calls the function for the remaining columns, which this factory also
-    makes.
+    The compiler unrolls the loop over columns completely. The function therefore handles at most
+    UNROLLED times 16 columns. A second function of the same kind handles the columns after them.
+    This factory makes the second function by calling itself with a larger ``first``.
     """
     R, K, DN, PLANES, dtype, rows, carries = sums
     STEP, RF, RV, PLANE = 4 * R * K, 8 * R, 4 * PLANES, rows.columns // PLANES

@@ -34,9 +34,11 @@ from fa_numba.parts.namespace import part
 
 @part
 def _make_widen(dtype):
-    """Make ``widen(word)``, which returns four e4m3 as two words of two 16-bit floats.
+    """Make ``widen(word)``, which converts the four e4m3 numbers of a 32-bit word to 16-bit floats.
 
-    The floats have the type ``dtype``, float16 or bfloat16. Both contain all numbers of e4m3.
+    The result is two words, and each word contains two 16-bit floats. The floats have the type
+    ``dtype``, float16 or bfloat16. Both types contain all numbers of e4m3, so that no number is
+    rounded.
     """
     pack, _ = conversions(dtype)
     if dtype == "float16":
@@ -56,9 +58,11 @@ def _make_widen(dtype):
 
 @part
 def _make_scale(spec, rows):
-    """Make ``scale(sT, n)``, which returns the scale of the rows 16 n to 16 n + 15 of a tile.
+    """Make ``scale(sT, n)``, which returns the scale of the rows 16 n to 16 n + 15 of a tile in
+    e4m3.
 
-    ``rows`` is the layout of the tile in sT. The scales follow the tile.
+    The scales are stored in shared memory sT directly after the tile. ``rows`` is the layout of the
+    tile.
     """
     SCALES = spec.Bc * rows.pitch
 
@@ -70,10 +74,11 @@ def _make_scale(spec, rows):
 
 @device_function
 def across(word):
-    """Exchange the two bytes in the middle of a word.
+    """Return a word with the two middle bytes of ``word`` exchanged.
 
-    The word contains two columns of one row, and then the same columns of the next row. The result
-    contains two rows of one column, and then the same rows of the next column.
+    The four bytes of ``word`` are four elements of a matrix: two columns of row 0, then the same
+    two columns of row 1. The four bytes of the result are two rows of column 0, then the same two
+    rows of column 1.
     """
     return permute_bytes(word, word, uint32(0x3120))
 
@@ -82,8 +87,9 @@ def across(word):
 def make_order_queries(spec):
     """Make ``order_queries(rQ)``, which changes the order of columns in the fragments of Q.
 
-    ``rQ: (TM / 2, DK, 4)``. Of each 16 columns, lane t of four then holds the columns 4 t to 4 t +
-    3.
+    Four lanes share a row of 16 columns. Before the call, lane t of the four holds the columns 2 t,
+    2 t + 1, 8 + 2 t and 8 + 2 t + 1. After the call, it holds the columns 4 t to 4 t + 3, as the
+    fragments of K do. The registers have the shape ``rQ: (TM / 2, DK, 4)``.
     """
     FRAGMENTS = spec.TM // 2 * spec.DK
 
@@ -102,7 +108,12 @@ def make_order_queries(spec):
 
 @device_function
 def _from_halves(left, right, lane, t):
-    """Return the value of ``left`` in another lane if t < 2, else the value of ``right``."""
+    """Return the value that another lane passes as ``left`` or as ``right``.
+
+    ``lane`` is the number of the other lane in the warp. ``t`` is the number of this lane among the
+    four lanes that share a row. The result is the other lane's ``left`` if t is 0 or 1, and the
+    other lane's ``right`` if t is 2 or 3. All lanes of the warp must call the function together.
+    """
     x = cuda.shfl_sync(FULL_WARP, int32(left), lane)
     y = cuda.shfl_sync(FULL_WARP, int32(right), lane)
     return uint32(x if t < uint32(2) else y)
@@ -110,10 +121,10 @@ def _from_halves(left, right, lane, t):
 
 @part
 def make_scores_of_e4m3(spec):
-    """Make ``scores(rS, rQ, sQ, sK, row0, col0)``, which computes S = Qi KjT for e4m3 K.
+    """Make ``scores(rS, rQ, sQ, sK, row0, col0)``, which computes S = Qi KjT for K in e4m3.
 
-    ``products.make_scores`` explains the arguments. ``order_queries`` has changed rQ, and sQ is not
-    read.
+    ``products.make_scores`` explains the arguments. rQ must have the order of columns that
+    ``order_queries`` makes. The function does not read sQ.
     """
     R, TM, TN, K, COLUMNS = spec.TM // 2, spec.TM, spec.TN, spec.DK, spec.TN // 4
     rows, RS, mma = spec.key_rows, spec.TM * spec.TN, MMA[DTYPES[spec.dtype].matrix]
@@ -148,10 +159,12 @@ def make_scores_of_e4m3(spec):
 
 @part
 def make_add_output_of_e4m3(spec):
-    """Make ``add_output(rO, rP, sV, unit, options)``, which adds ``unit`` times P V to O.
+    """Make ``add_output(rO, rP, sV, unit, options)``, which adds P V to O for V in e4m3.
 
-    ``rO`` holds ``unit`` times O. The function returns the new ``unit``, for which rO has been
-    changed. ``products.make_add_output`` explains the arguments.
+    The registers rO hold O multiplied by the factor ``unit``. If a scale in this tile of V requires
+    a smaller factor, the function multiplies rO by the ratio of the two factors first. The function
+    returns the factor that holds after the call. ``products.make_add_output`` explains the
+    arguments.
     """
     R, TN, DN, rows = spec.TM // 2, spec.TN, spec.DN, spec.value_rows
     K, RA, RO = spec.TN // 4, 4 * (spec.TM // 2), spec.TM * spec.DN * 4
@@ -196,9 +209,11 @@ def make_add_output_of_e4m3(spec):
 
 @part
 def make_finish_output_of_e4m3(spec):
-    """Make ``finish_output(rO, unit)``, which divides O by ``unit`` and restores its order.
+    """Make ``finish_output(rO, unit)``, which divides O by ``unit`` and restores the order of its
+    columns.
 
-    Of each 16 columns, lane t of four then holds the columns 2 t, 2 t + 1, 8 + 2 t and 8 + 2 t + 1.
+    Four lanes share a row of 16 columns. After the call, lane t of the four holds the columns 2 t,
+    2 t + 1, 8 + 2 t and 8 + 2 t + 1, as the other parts of the kernel expect.
     """
     GROUPS = spec.TM * spec.DN
 

@@ -1,15 +1,17 @@
 """Parts of FlashAttention-1's backward pass on Hopper's tensor cores.
 
-In every pass over K/V, O is loaded with the row tiles, D is computed again, and dQ moves from
-global memory to registers and back.
+A pass is one step of the outer loop over column tiles. In every pass, O is loaded with the row
+tiles, D is computed again, and dQ moves from global memory to registers and back.
 
-Arguments that recur:
+A visit is the computation of one tile of S. It belongs to column tile j0 of the pass, and to a row
+tile of one query head. Arguments that recur:
 
-- ``h`` and ``i0`` are a visit of column tile j0: ``h`` is the number of a query head, and ``i0`` is
-  the first row of a row tile.
+- ``h`` and ``i0`` identify a visit: ``h`` is the number of the query head, and ``i0`` is the first
+  row of the row tile.
 - ``first`` is the ``Head`` of the block's first query head, and ``h_end`` is one past the block's
   last query head.
-- ``i_first`` and ``i_end`` are the range of rows of each query head in a pass.
+- ``i_first`` is the first row that the pass visits in each query head, and ``i_end`` is one past
+  the last row.
 """
 
 from functools import cache
@@ -101,15 +103,16 @@ def make_rows_of_block(spec):
 
 @part
 def make_pass_word(spec):
-    """Make ``pass_word(h, i0, first, j0, h_end, i_first, i_end)``, which returns two integers that
-    describe the visit (h, i0) to the consumers.
+    """Make ``pass_word(h, i0, first, j0, h_end, i_first, i_end)``, which returns two integers by
+    which the loader of Q tells the consumers what comes after the visit (h, i0).
 
-    Only kernels with a block mask use the result. The loader of Q stores the two integers in the
-    slot. Consumers therefore need not read the lists of the block mask. The first integer is the
-    query head of the next visit. The second integer is the word of ``visits.visit_ahead`` about the
-    visit (h, i0), which contains the first row of the next visit. With ``spec.reads_state``, the
-    word also contains the state of the tile's block in the block mask, which a ``mask_mod`` needs
-    (``listed.make_word``).
+    Only kernels with a block mask use the integers. The loader stores both in shared memory, next
+    to the slot of Q. The consumers then need not search in the lists of the block mask.
+
+    - The first integer is the query head of the next visit.
+    - The second integer contains the first row of the next visit, and two bits about the current
+      visit (``visits.make_visit_ahead``). With ``spec.reads_state``, its highest bits also contain
+      the state of the tile in the block mask (``listed.make_word``).
     """
     sparse, word, next_visit = spec.features.sparse, make_word(spec), make_next_visit(spec)
     visit_ahead = make_visit_ahead(spec)
@@ -127,10 +130,11 @@ def make_pass_word(spec):
 
 @part
 def make_write_pass_word(spec):
-    """Make ``write_pass_word(shared, slot, word)``, which stores ``word``, the two integers that
-    ``pass_word`` returns, in the words of a slot.
+    """Make ``write_pass_word(shared, slot, word)``, by which the loader of Q stores ``word`` in
+    shared memory, next to a slot of Q.
 
-    Without a block mask, it does nothing.
+    ``word`` is the pair of integers that ``pass_word`` returns. Without a block mask, the function
+    does nothing.
     """
     sparse, grouped = spec.features.sparse, spec.grouped
 
@@ -145,13 +149,16 @@ def make_write_pass_word(spec):
 
 @part
 def make_read_pass_word(spec):
-    """Make ``read_pass_word(rBS, shared, slot)``, which returns ``visit``, the word of
-    ``visits.visit_ahead`` about the visit in a slot.
+    """Make ``read_pass_word(rBS, shared, slot)``, by which a consumer reads what the loader of Q
+    has stored about the visit in a slot.
 
-    With a block mask, the loader of Q has stored the word in the slot (``write_pass_word``). With
-    ``spec.reads_state``, ``rBS[0]`` gets the state of the tile's block in the block mask, which a
-    ``mask_mod`` needs. Without a block mask, the result is 0, and the functions with an argument
-    ``visit`` ignore it.
+    With a block mask, the result is the integer that ``visits.visit_ahead`` describes: the first
+    row of the next visit, and two bits about the current visit. With ``spec.reads_state``, the
+    function also sets ``rBS[0]`` to the state of the tile in the block mask: EMPTY, MIXED or FULL
+    of ``mods.blocks``.
+
+    Without a block mask, the loader has stored nothing. The result is then 0, and the functions
+    that take it as the argument ``visit`` do not use it.
     """
     sparse, read = spec.features.sparse, make_read_word(spec)
 
@@ -165,12 +172,13 @@ def make_read_pass_word(spec):
 
 @part
 def make_next_by_word(spec):
-    """Make ``next_by_word(visit, shared, slot, h, i0, i_first, i_end)``, which returns the visit
-    that comes after the visit (h, i0). Consumers call it.
+    """Make ``next_by_word(visit, shared, slot, h, i0, i_first, i_end)``, by which a consumer finds
+    the visit that comes after the visit (h, i0).
 
-    The result is a query head and the first row of a row tile. With a block mask, the head comes
-    from the slot, and the row comes from ``visit``, the result of ``read_pass_word``. Otherwise the
-    function computes both.
+    The result is the query head and the first row of the next visit. With a block mask, the loader
+    of Q has found both numbers. The function reads the head from shared memory, and the row from
+    ``visit``, the result of ``read_pass_word``. Without a block mask, the function computes the
+    next row tile, or the first row tile of the next head.
     """
     Br, grouped, sparse = spec.Br, spec.grouped, spec.features.sparse
 
@@ -191,9 +199,10 @@ def make_next_by_word(spec):
 @part
 def make_visits_of_pass(spec):
     """Make ``visits_of_pass(heads, i_first, i_end)``, which returns the number of visits in one
-    pass of a block, if there is no block mask.
+    pass, if there is no block mask.
 
-    ``heads`` is the number of query heads of the block.
+    It is the number of row tiles between row ``i_first`` and row ``i_end``, times ``heads``, the
+    number of query heads of the block.
     """
     Br = spec.Br
 
@@ -208,12 +217,13 @@ def make_visits_of_pass(spec):
 
 @part
 def make_is_nth_visit(spec):
-    """Make ``is_nth_visit(n, n_end, h, h_end, i0, i_end)``, which says whether visit number n
-    belongs to the current pass.
+    """Make ``is_nth_visit(n, n_end, h, h_end, i0, i_end)``, which says whether visit number n,
+    which is (h, i0), belongs to the current pass.
 
-    Without a block mask, the visits of all passes are numbered in order, and ``n_end`` is one past
-    the last visit of this pass. With a block mask, the visits cannot be counted in advance. The
-    result is then that of ``is_visit`` for the visit (h, i0).
+    Without a block mask, the kernel counts the visits of all passes. The result is n <
+    ``n_end``, where ``n_end`` is one past the last visit of this pass. With a block mask, the
+    number of visits in a pass is not known before the pass. The result is then that of
+    ``is_visit(h, h_end, i0, i_end)``.
     """
     sparse, is_visit = spec.features.sparse, make_is_visit(spec)
 
@@ -227,8 +237,8 @@ def make_is_nth_visit(spec):
 
 @part
 def make_has_visits(spec):
-    """Make ``has_visits(first, j0, h_end, i_first, i_end)``, which says whether the pass over
-    column tile j0 has any visit.
+    """Make ``has_visits(first, j0, h_end, i_first, i_end)``, which says whether any row tile of the
+    block visits column tile j0.
     """
     sparse = spec.features.sparse
     first_visit, is_visit = make_first_visit(spec), make_is_visit(spec)
@@ -244,9 +254,11 @@ def make_has_visits(spec):
 
 @part
 def make_is_visit(spec):
-    """Make ``is_visit(h, h_end, i0, i_end)``, which says whether (h, i0) is a visit of the pass.
+    """Make ``is_visit(h, h_end, i0, i_end)``, which says whether query head h and row i0 are a
+    visit of the pass.
 
-    If the result is false, (h, i0) is past the last visit of the pass.
+    The result is false if the pass has ended: row i0 is at or past ``i_end``, or head h is
+    ``h_end``.
     """
     grouped = spec.grouped
 
@@ -416,11 +428,11 @@ def make_query_place(spec):
 @part
 def make_read_dq(spec):
     """Make ``read_dq(rdQ, A, visit, j0, row0, rows_end, head, thread)``, which reads this thread's
-    part of dQ from the float32 sum A.
+    part of dQ from A, the float32 array that stores dQ between the passes.
 
-    Rows at or past ``rows_end`` become 0. If A contains no values of the row tile yet, rdQ is set
-    to 0 and nothing is read. ``visits.make_row_starts`` finds this case from ``visit``, the result
-    of ``read_pass_word``.
+    If ``visits.row_starts(visit, j0)`` is true, no pass has written this row tile of A yet. The
+    function then reads nothing, and sets rdQ to 0. ``visit`` is the result of ``read_pass_word``.
+    Rows at or past ``rows_end`` become 0.
     """
     pairs, row_starts = pairs_of_dq(spec), make_row_starts(spec)
     place, read_floats = make_query_place(spec), make_read_floats(spec)
@@ -443,11 +455,11 @@ def make_read_dq(spec):
 @part
 def make_write_dq(spec):
     """Make ``write_dq(rdQ, a_and_dq, scale, more, row0, rows_end, head, thread)``, which writes a
-    thread's part of dQ.
+    thread's part of dQ to global memory.
 
-    ``a_and_dq`` is the pair (A, dQ) of arrays. If ``more`` is true, later passes visit the row
-    tile, and the part goes to A in float32. Otherwise ``scale`` times the part is rounded and goes
-    to dQ.
+    ``a_and_dq`` is a pair of arrays: A, which stores dQ between the passes in float32, and the
+    output dQ. If ``more`` is true, a later pass visits the row tile again, and the part goes to A.
+    Otherwise the part is multiplied by ``scale``, rounded, and goes to the output.
     """
     write_sums, write_rounded = _make_write_dq_sums(spec), _make_write_rounded(spec)
 
@@ -466,18 +478,19 @@ def make_initialise_dq(spec):
     """Make ``initialise_dq(rdQ, a_and_dq, scale, first, h_end, row0, rows_end, thread)``, which
     writes dQ = 0 for some row tiles, before the loops of the kernel begin.
 
-    Normally it does nothing, because the first pass over K/V initialises dQ. With a window,
-    ``q_lens`` or a block mask, the first pass can skip row tiles, and the function writes zeros:
+    Normally the function does nothing, because the first pass over K/V writes dQ of all row tiles.
+    With a window, ``q_lens`` or a block mask, the first pass can skip row tiles. The function then
+    writes zeros.
 
-    | case | row tiles | arrays |
-    |---|---|---|
-    | no block mask | all | the float32 sum A, and dQ |
-    | block mask | those that visit no column tile, or have rows past ``q_lens`` | dQ |
+    - Without a block mask, it writes zeros for all row tiles of the block's query heads between row
+      ``row0`` and row ``rows_end``.
+    - With a block mask, it writes zeros only for two kinds of row tiles: those that visit no column
+      tile, and those with rows past ``q_lens``.
 
-    ``a_and_dq`` is the pair (A, dQ) of arrays. The row tiles are those from row ``row0`` to row
-    ``rows_end`` - 1 of the block's query heads. ``first`` is the ``Head`` of the first query head,
-    and ``h_end`` is one past the number of the last query head. ``rdQ`` are registers that are
-    overwritten.
+    ``a_and_dq`` is a pair of arrays: A, which stores dQ between the passes in float32, and the
+    output dQ. The zeros are written to the output, and without a block mask also to A. ``first`` is
+    the ``Head`` of the block's first query head, and ``h_end`` is one past the last query head.
+    ``rdQ`` are registers that the function may overwrite.
     """
     Br, RQ, initialises = spec.Br, spec.query_registers, spec.features.initialises
     is_unseen, sparse = make_is_unseen(spec), spec.features.sparse
@@ -505,7 +518,7 @@ def make_initialise_dq(spec):
 @cache
 def _make_write_dq_sums(spec):
     """Make ``write_sums(rdQ, A, row0, rows_end, thread)``, which writes this thread's part of dQ to
-    A in float32.
+    A, the float32 array that stores dQ between the passes.
     """
     return write_pairs_of(spec, pairs_of_dq(spec), make_query_place(spec))
 

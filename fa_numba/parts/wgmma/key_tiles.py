@@ -1,19 +1,24 @@
 """Key tiles: which column tile, and which rows of queries, a block computes in FA-2's backward
 pass.
 
-A key tile is a column tile and the range of row tiles that visit it. If batch entries have lengths
-of their own, or several blocks share the rows, thread 0 of the block computes the key tile. It
-writes the results to words in shared memory. The other threads need not repeat the computation.
-They read a word each time that they need it, and need no registers for the words in the meantime.
+A key tile is a column tile, together with the range of row tiles that visit it. Normally each
+thread computes the key tile itself. The computation is longer in two cases: batch entries have
+different lengths, or several blocks share the rows of a column tile. In these cases, thread 0
+computes the key tile once. It stores nine 32-bit integers in shared memory, which are called the
+words of the key tile. The other threads read a word each time that they need it. This saves
+registers.
 
-| word | contents |
+| number of the word | contents of the word |
 |---:|---|
-| 0 | the first column of the column tile |
-| 1 | the batch entry |
-| 2, 3 | Nq, Nk |
-| 4, 5 | one past the last row of the sequence in arrays of queries, and of keys |
-| 6 | if blocks share rows: the block's query head |
-| 7, 8 | if blocks share rows: the block's first row, and one past its last row |
+| 0 | first column of the column tile |
+| 1 | batch entry |
+| 2 | Nq, the number of valid queries of the sequence |
+| 3 | Nk, the number of valid keys of the sequence |
+| 4 | one past the sequence's last row in arrays of queries |
+| 5 | one past the sequence's last row in arrays of keys |
+| 6 | query head of the block, if blocks share rows |
+| 7 | first row of the block, if blocks share rows |
+| 8 | one past the last row of the block, if blocks share rows |
 """
 
 from functools import cache
@@ -102,12 +107,16 @@ def make_shared_key_head(spec):
 
 @part
 def make_write_key_tile(spec):
-    """Make ``write_key_tile(words, Q, K, group, options)``, by which thread 0 writes the words of
-    the key tile to shared memory.
+    """Make ``write_key_tile(words, Q, K, group, options)``, by which thread 0 of a block computes
+    the block's key tile and stores it in shared memory.
 
-    ``make_key_tile`` explains ``group``. For packed sequences, the grid contains the column tiles
-    of all sequences, and some column tiles are empty (``scheduler.sequence_tile_of``). If the
-    kernel needs no words, the function does nothing.
+    A key tile is a column tile with the range of rows that visit it. It is stored as several 32-bit
+    integers, the words of the key tile, in the array ``words``. The table at the top of this module
+    lists these words. Kernels that need no words call the function too, but then it does nothing.
+    ``make_key_tile`` explains ``group``.
+
+    For packed sequences, the grid contains the column tiles of all sequences, and some column tiles
+    are empty (``scheduler.sequence_tile_of``).
     """
     features, column_tile, lengths = spec.features, _make_column_tile(spec), make_lengths(spec)
     query_end, key_end = make_query_end(spec), make_key_end(spec)
@@ -161,16 +170,16 @@ def _make_own_rows(spec):
 
 @part
 def make_key_tile(spec):
-    """Make ``key_tile(words, Q, K, group, options)``, which returns this block's ``KeyTile``.
+    """Make ``key_tile(words, Q, K, group, options)``, which returns this block's ``KeyTile``: its
+    column tile, and the query heads and rows that visit the column tile.
 
-    ``words`` are the words that ``write_key_tile`` has written. The meaning of ``group`` depends on
-    the blocks that share a column tile (``group_splits``):
+    ``words`` are the words that ``write_key_tile`` has stored in shared memory. ``group`` is a
+    number whose meaning depends on ``group_splits``, the number of blocks for each column tile:
 
-    | case | what ``group`` counts |
-    |---|---|
-    | one block for each column tile | the query heads of a K/V head |
-    | blocks share the query heads | the query heads of a block |
-    | blocks share the rows of each query head | the blocks of a query head |
+    - With one block for each column tile, ``group`` is the number of query heads per K/V head.
+    - If several blocks share the query heads, ``group`` is the number of query heads per block.
+    - If several blocks share the rows of each query head, ``group`` is the number of blocks per
+      query head.
     """
     column_tile, heads_of = _make_column_tile(spec), _make_query_heads(spec)
     lengths, row_range = _make_read_lengths(spec), _make_read_row_range(spec)
@@ -195,8 +204,8 @@ def _make_query_heads(spec):
     """Make ``query_heads(words, share, group)``, which returns the first query head of a block, and
     the number of its query heads.
 
-    ``share`` is the number of the share, if several blocks share a column tile. Otherwise it is the
-    number of the K/V head. ``make_key_tile`` explains ``group``.
+    ``share`` is the second result of ``column_tile``. It is the number of the K/V head, or the
+    number of a share if several blocks share a column tile. ``make_key_tile`` explains ``group``.
     """
     grouped, splits = spec.grouped, spec.splits_rows
 
@@ -250,7 +259,8 @@ def make_read_h(spec):
     now.
 
     Normally it is ``h``. If several blocks share the rows of a query head, a block has only one
-    query head, and its number is read from the words of the key tile.
+    query head. The function then reads its number from shared memory, where it is one of the words
+    of the key tile.
     """
     splits = spec.splits_rows
 
@@ -267,8 +277,8 @@ def _make_read_row_range(spec):
     """Make ``read_row_range(words, col0, head)``, which returns the range of the block's rows that
     visit the column tile at column ``col0``.
 
-    If several blocks share the rows of a query head, the range comes from the words of the key
-    tile.
+    Normally the function computes the range from the masks. If several blocks share the rows of a
+    query head, it reads the range from shared memory, from the words of the key tile.
     """
     of_tile, splits = _make_range_in_chunk(spec), spec.splits_rows
 
@@ -282,11 +292,12 @@ def _make_read_row_range(spec):
 
 @part
 def make_takes_more(spec):
-    """Make ``takes_more(words, h, h_end, i0)``, which says whether this block still has to visit
-    row tile i0 of query head h.
+    """Make ``takes_more(words, h, h_end, i0)``, which says whether the block has to compute row
+    tile i0 of query head h, or has finished.
 
-    (h, i0) must be the result of ``visits.next_visit``. ``h_end`` is one past the block's last
-    query head.
+    h and i0 must be the result of ``visits.next_visit``. ``h_end`` is one past the block's last
+    query head. The block has finished if h is ``h_end``. If several blocks share the rows of a
+    query head, a block has finished if row i0 is past its own rows.
     """
     splits = spec.splits_rows
 
@@ -300,8 +311,10 @@ def make_takes_more(spec):
 
 @device_function
 def _read_query_end(head):
-    """Return one past the last row of the block's sequence in arrays of queries, from the words of
-    the key tile.
+    """Return where the sequence of the block ends in Q and the other arrays of queries: the number
+    of its last row, plus 1.
+
+    The number is one of the words that describe a key tile, ``head.words``.
     """
     return head.words[4]
 
@@ -320,8 +333,8 @@ def make_read_query_box(spec):
     """Make ``read_query_box(T, row, head)``, which returns the ``Box`` of row ``row`` of a query
     head in T's tensor map.
 
-    It works as ``load.query_box``, but reads the end of the sequence from the words of the key
-    tile.
+    The function does the same as ``load.query_box``. It does not compute where the sequence ends,
+    but reads this number from the words of the key tile in shared memory.
     """
     return make_query_box(spec, end=_read_query_end)
 
@@ -331,8 +344,9 @@ def make_read_key_box(spec, ends):
     """Make ``read_key_box(T, row, head)``, which returns the ``Box`` of row ``row`` of a K/V head
     in T's tensor map.
 
-    It works as ``load.key_box``, but reads the end of the sequence from the words of the key tile.
-    ``ends`` says whether sequences end within T.
+    The function does the same as ``load.key_box``. It does not compute where the sequence ends, but
+    reads this number from the words of the key tile in shared memory. ``ends`` says whether
+    sequences end within T.
     """
     return make_key_box(spec, ends, _read_key_end)
 

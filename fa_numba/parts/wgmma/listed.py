@@ -1,9 +1,10 @@
-"""Words about a block mask, which the thread that loads a tile stores for the consumers (Hopper).
+"""Notes about a block mask, which the thread that loads a tile stores in shared memory for the
+consumers (Hopper).
 
-The lists of a block mask say which tile is visited next. Reading the lists takes registers and
-instructions, which consumers lack. The thread that loads a tile therefore reads the lists. It
-stores one 32-bit word for each tile, in the tile's slot. The word says what comes after the tile,
-such as the next column tile.
+The lists of a block mask say which tile is visited next. Reading these lists takes registers and
+instructions, which consumers lack. The thread that loads a tile therefore reads the lists. For each
+slot of the pipeline, it stores one 32-bit integer in shared memory, the slot's word. The word says
+what comes after the tile in the slot, such as the first column of the next column tile.
 """
 
 from fa_numba.device import cuda, float32, uint32
@@ -15,13 +16,13 @@ STATE_AT = 30  # the first bit of the state in a word; the bits below say what c
 
 @part
 def make_word(spec):
-    """Make ``word(following, tile)``, which returns the 32-bit word that a loader stores in the
-    slot of ``tile`` for the consumers.
+    """Make ``word(following, tile)``, which returns the 32-bit integer that a loader stores in
+    shared memory for the consumers of ``tile``.
 
-    The lower bits of the word are ``following``, an integer that says what comes after the tile,
-    such as the first column of the next column tile. With ``spec.reads_state``, the bits from
-    STATE_AT on are the state of the tile's block in the block mask, which a ``mask_mod`` needs.
-    Otherwise the word is ``following``.
+    Normally the result is ``following``, an integer that says what comes after the tile, such as
+    the first column of the next column tile. With ``spec.reads_state``, the highest two bits (from
+    bit STATE_AT on) contain the state of the tile in the block mask: EMPTY, MIXED or FULL of
+    ``mods.blocks``. The lower bits are ``following``.
 
     The function reads the state from global memory. The loader calls it before it waits for an
     empty slot. The consumers therefore do not wait for this read.
@@ -38,11 +39,12 @@ def make_word(spec):
 
 @part
 def make_read_word(spec):
-    """Make ``read(rBS, words, at)``, which reads the word that ``make_word`` describes from a slot.
+    """Make ``read(rBS, words, at)``, by which a consumer reads the 32-bit integer that a loader has
+    stored (``make_word``).
 
-    The word is ``words[at]``. The function returns the integer that says what comes after the tile.
-    With ``spec.reads_state``, ``rBS[0]`` gets the state of the tile's block in the block mask. All
-    lanes of the warp must call the function together.
+    The integer is ``words[at]``. The function returns its lower part, which says what comes after
+    the tile. With ``spec.reads_state``, the function sets ``rBS[0]`` to the upper part: the state
+    of the tile in the block mask. All lanes of the warp must call the function together.
     """
     reads_state, below = spec.reads_state, (1 << STATE_AT) - 1
 

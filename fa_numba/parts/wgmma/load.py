@@ -191,9 +191,10 @@ def make_tile(rows, box, panels, find, heads=1, wide=PANEL):
     """Make ``tile(sT, at, T, row0, head, bars, barrier)``, which starts to load a tile of ``rows``
     rows into sT.
 
-    The tile consists of boxes. Each box has ``box`` rows of ``wide`` elements (128 bytes), and
-    ``panels`` boxes are side by side. ``find(T, row0, head)`` returns the ``Box`` of the first row.
-    The barrier completes only after all bytes have arrived. If ``heads`` is above 1, several heads
+    The tile is loaded by several TMA boxes. A box has ``box`` rows of 128 bytes, which are ``wide``
+    columns of T. ``panels`` boxes side by side cover the columns of the tile.
+    ``find(T, row0, head)`` is a device function that returns the ``Box`` of the first row. The
+    barrier completes only after all bytes have arrived. If ``heads`` is above 1, several heads
     share the tile, and a box contains rows of all these heads.
     """
     size, step, members = 2 * PANEL * panels * rows, box // heads, heads > 1
@@ -220,10 +221,17 @@ def make_own_tile(Br, panels, width, tile, facts, find, per_element=1):
     """Make ``load(sT, T, row0, head, bars, slot, w)``, which starts to load the 64 rows of consumer
     w into the consumer's part of a slot.
 
-    The slot has ``tile`` elements. A row consists of ``panels`` boxes of ``width`` elements (128
-    bytes). Each of these contains ``per_element`` columns of T. ``Br`` is the number of rows of the
-    complete tile. ``facts`` is the ``tiling.wgmma.Pipeline`` to which the slot belongs. ``find(T,
-    row0, head)`` returns the ``Box`` of the first row.
+    The rows are loaded by several TMA boxes, which are side by side. Each box has 64 rows of 128
+    bytes. The arguments of the factory are:
+
+    - ``Br``: the number of rows of the complete tile in the slot.
+    - ``panels``: the number of boxes side by side.
+    - ``width``: the number of elements of sT in a row of one box.
+    - ``tile``: the number of elements of sT in a slot.
+    - ``facts``: the ``tiling.wgmma.Pipeline`` to which the slot belongs.
+    - ``find(T, row0, head)``: a device function that returns the ``Box`` of the first row.
+    - ``per_element``: the number of columns of T in one element of sT. It is 2 for e4m3, because an
+      element of sT has 16 bits, and otherwise 1.
     """
     size, full, groups = 128 * GROUP_ROWS * panels, facts.full, facts.groups
     wide = per_element * width

@@ -67,7 +67,8 @@ def make_announce(spec):
     work tile to a slot.
 
     The function first waits until the slot is empty. It returns whether the launch has a work tile
-    number n. If not, the function marks the slot as full, so that the readers of the slot can end.
+    number n. If there is no such work tile, the block has no work left. The function then marks the
+    slot as full. The loader of K and V and the consumers read the slot and end.
     """
     (q, _, _, work, _), WORDS = spec.pipelines, WORK_WORDS
     acquire, commit_q, commit_work = make_acquire(q), make_commit(q), make_commit(work)
@@ -89,7 +90,7 @@ def make_give(spec):
     """Make ``give(schedule, bars, slot, n)``, by which the loader of Q writes the position of work
     tile number n to a slot.
 
-    The function returns four values, as ``columns_of`` does: the first row, the ``Head``, the first
+    The function returns four values: the first row of the work tile, its ``Head``, the first
     visited column, and one past the last column.
     """
     tile_of, row_tile, columns_of = _make_tile_of(spec), _make_row_tile(spec), make_columns_of(spec)
@@ -108,11 +109,12 @@ def make_give(spec):
 
 @part
 def _make_write_work_tile(spec):
-    """Make ``write_work_tile(schedule, slot, work)``, which stores a ``WorkTile`` in the words of a
-    slot.
+    """Make ``write_work_tile(schedule, slot, work)``, which stores the ``WorkTile`` ``work`` in
+    shared memory, in the words that belong to a slot of Q.
 
-    The first word of the slot is the number of the work tile, which ``announce`` has stored. The
-    fields of ``work`` are stored in the words after it.
+    The first word of a slot is the number of the work tile, which ``announce`` has stored. The
+    function writes the words after it: the first row, the query head, and the batch entry together
+    with the key split.
     """
     splits = spec.features.splits
 
@@ -185,10 +187,11 @@ def _make_is_given(facts):
 
 @part
 def make_take_columns(spec):
-    """Make ``take_columns(schedule, bars, slot)``, by which the loader of K and V reads a work tile
-    and then releases its part of the slot.
+    """Make ``take_columns(schedule, bars, slot)``, by which the loader of K and V reads the work
+    tile of a slot, and then says that it has read the slot.
 
-    The function returns four values, as ``columns_of`` does.
+    The function returns four values: the first row of the work tile, its ``Head``, the first
+    visited column, and one past the last column.
     """
     read_work_tile, columns_of = make_read_work_tile(spec), make_columns_of(spec)
     release_alone = make_release_alone(spec.pipelines.q)
@@ -222,11 +225,12 @@ def make_next_number(spec):
 
 @part
 def make_columns_of(spec):
-    """Make ``columns_of(schedule, work)``, which returns the rows and columns that a ``WorkTile``
+    """Make ``columns_of(schedule, work)``, which returns the rows and columns of S that a work tile
     visits.
 
-    The result has four values: the first row, the ``Head``, the first visited column, and one past
-    the last column. With key splits, the columns are those of the work tile's split.
+    ``work`` is a ``WorkTile``. The result has four values: the first row of the work tile, its
+    ``Head``, the first visited column, and one past the last column. With key splits, the columns
+    are only those of the work tile's split.
     """
     lengths, column_range = make_lengths(spec), make_column_range(spec)
     share_of_columns, rows = make_share_of_columns(spec), spec.head_rows
@@ -265,12 +269,13 @@ def make_take(spec):
 
 @part
 def make_begins_next(spec):
-    """Make ``begins_next(schedule, bars, slot)``, which says whether ``pingpong.begin_last`` may
-    begin the first S of the next work tile together with the last P V of the current work tile.
+    """Make ``begins_next(schedule, bars, slot)``, which says whether the first S of the next work
+    tile may begin together with the last P V of the current work tile.
 
-    ``slot`` contains the next work tile. The function waits until Q is in this slot. The result is
-    true if the next work tile exists and visits a column tile. If ``spec.begins_next`` is false,
-    the result is always false, and the function does not wait.
+    The function waits until Q of the next work tile is in ``slot``. The result is true if there is
+    a next work tile, and if it visits a column tile. The consumer then calls
+    ``pingpong.begin_last``. If ``spec.begins_next`` is false, the function does not wait, and the
+    result is false.
     """
     ahead, columns_of = spec.begins_next, make_columns_of(spec)
     wait, read_work_tile = make_wait(spec.pipelines.q), make_read_work_tile(spec)
@@ -294,11 +299,11 @@ def make_name_next(spec):
     """Make ``name_next(schedule, bars, slot, j0, j_end, i0, head)``, by which the loader of K tells
     the consumers which column tile comes after column tile j0.
 
-    With a block mask, the function waits until ``slot``, a slot of K, is empty. It then stores a
-    word for this slot, which contains the first column of the next column tile. With
-    ``spec.reads_state``, the word also contains the state of the tile's block in the block mask,
-    which a ``mask_mod`` needs (``listed.make_word``). Without a block mask, the function does
-    nothing.
+    Without a block mask, the function does nothing, because consumers add Bc to j0 themselves. With
+    a block mask, it waits until ``slot``, the slot of K for column tile j0, is empty. Then it
+    stores the first column of the next column tile in shared memory, next to this slot. Consumers
+    read this number with ``look_ahead``. With ``spec.reads_state``, the upper bits of the number
+    contain the state of tile (i0, j0) in the block mask (``listed.make_word``).
     """
     Bc, named, first = spec.Bc, spec.slots_name_next, WORK_WORDS * spec.q_stages
     next_column, word = make_next_column(spec), make_word(spec)
@@ -317,13 +322,15 @@ def make_name_next(spec):
 
 @part
 def make_look_ahead(spec):
-    """Make ``look_ahead(rBS, schedule, stage, j0)``, by which a consumer reads the word that
-    ``name_next`` has written for slot number ``stage`` of K.
+    """Make ``look_ahead(rBS, schedule, stage, j0)``, by which a consumer finds the column tile that
+    comes after column tile j0.
 
-    With a block mask, the result is the first column of the column tile that comes after column
-    tile j0. With ``spec.reads_state``, ``rBS[0]`` gets the state of the tile's block in the block
-    mask, which a ``mask_mod`` needs. Without a block mask, the result is j0. ``step`` converts the
-    result to the first column of the next column tile.
+    With a block mask, the loader of K has stored the first column of the next column tile in shared
+    memory (``name_next``). The function reads this number for slot number ``stage`` of K, and
+    returns it. With ``spec.reads_state``, the function also sets ``rBS[0]`` to the state of the
+    current tile in the block mask: EMPTY, MIXED or FULL of ``mods.blocks``.
+
+    Without a block mask, the function returns j0, and ``step`` later adds Bc.
     """
     named, first, read = spec.slots_name_next, WORK_WORDS * spec.q_stages, make_read_word(spec)
 
@@ -337,8 +344,11 @@ def make_look_ahead(spec):
 
 @part
 def make_step(spec):
-    """Make ``step(ahead)``, which returns the first column of the next column tile, from the result
-    of ``look_ahead``.
+    """Make ``step(ahead)``, which returns the first column of the next column tile.
+
+    ``ahead`` is the result of ``look_ahead``. With a block mask, it already is the first column of
+    the next column tile. Otherwise it is the first column of the current column tile, and the
+    function adds Bc.
     """
     Bc, named = spec.Bc, spec.slots_name_next
 
@@ -352,11 +362,13 @@ def make_step(spec):
 
 @part
 def make_is_long(spec):
-    """Make ``is_long(j0, j_end, i0, head)``, which says whether the block should not yet take the
-    next work tile.
+    """Make ``is_long(j0, j_end, i0, head)``, which says whether the block still has much work left
+    in its current work tile.
 
-    The result is true if row tile i0 still visits a column tile that is LAST_TILES or more tiles
-    after column tile j0. If the measure "late" is switched off, the result is always false.
+    The block takes its next work tile only when little work is left. The result is true if row tile
+    i0 still visits a column tile that is LAST_TILES or more tiles after column tile j0. If the
+    measure "late" is switched off, the result is always false, so that the block takes the next
+    work tile early.
     """
     soon = LAST_TILES * spec.Bc if spec.takes_late else 1 << 31  # beyond all columns: false
     next_column = make_next_column(spec)
@@ -372,9 +384,9 @@ def make_wait_late(spec):
     """Make ``wait_late(bars, late, j0, j_end, i0, head)``, by which the loader of Q waits before it
     takes the next work tile.
 
-    It waits at a barrier until the loader of K calls ``commit_late``. ``late`` is the phase of the
-    barrier. If the work tile has few column tiles (``is_long``), there is no wait. The function
-    returns the phase for the next wait.
+    If the work tile is long (``is_long``), the loader of Q waits at a barrier until the loader of K
+    calls ``commit_late``. Otherwise it does not wait. ``late`` is the phase of the barrier. The
+    function returns the phase for the next wait.
     """
     is_long, wait = make_is_long(spec), make_wait(spec.pipelines.late)
 
@@ -392,9 +404,9 @@ def make_commit_late(spec):
     """Make ``commit_late(bars, waits, j0, j_end, i0, head)``, by which the loader of K ends the
     wait of the loader of Q (``wait_late``).
 
-    ``waits`` says whether the loader of Q still waits. The wait ends when few column tiles come
-    after column tile j0 (``is_long``). The function returns whether the loader of Q still waits
-    after this call.
+    The loader of K calls the function for each column tile j0. ``waits`` says whether the loader of
+    Q still waits. The function ends the wait when few column tiles come after column tile j0
+    (``is_long``). It returns whether the loader of Q still waits after this call.
     """
     is_long, commit = make_is_long(spec), make_commit(spec.pipelines.late)
 
@@ -409,11 +421,12 @@ def make_commit_late(spec):
 
 @part
 def make_commit_at_last(spec):
-    """Make ``commit_at_last(bars, waits)``, which the loader of K calls after its last column tile
-    to end a wait of the loader of Q (``wait_late``).
+    """Make ``commit_at_last(bars, waits)``, by which the loader of K ends a wait of the loader of Q
+    (``wait_late``) after the last column tile.
 
-    ``waits`` is the result of ``commit_late``. Only with a block mask can the loader of Q still
-    wait then.
+    ``waits`` says whether the loader of Q still waits. It is the result of the last
+    ``commit_late``. Without a block mask, the wait has always ended before, and the function does
+    nothing.
     """
     sparse, commit = spec.features.sparse, make_commit(spec.pipelines.late)
 
