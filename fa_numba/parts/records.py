@@ -29,8 +29,9 @@ class GroupThread(NamedTuple):
 class Warp(NamedTuple):
     """The part of a tile that a warp computes in the backward pass on unit ``mma``.
 
-    The warp's part of S begins at row ``row`` and column ``column``. Its part of dK begins at row
-    ``column`` and column ``chunk``. Its part of dV begins at the same row.
+    The warp's part of S begins at row ``row`` and column ``column`` of the tile. The warp's part of
+    dK begins at row ``column`` and at column ``chunk``, because a row of dK belongs to a column of
+    S. The warp's part of dV begins at row ``column``, too.
     """
 
     row: Any  # the warp's first row of S
@@ -128,9 +129,9 @@ class Shared(NamedTuple):
 class SharedWithO(NamedTuple):
     """The shared memory of FlashAttention-1's forward kernel (Hopper).
 
-    It has the tiles and barriers of ``Shared``, and slots of O in float32. With a block mask, it
-    also has one word for each consumer's part of a slot of Q. The word says which row tile comes
-    next.
+    It contains the tiles and barriers of ``Shared``, and the slots ``sO``, into which rows of O are
+    loaded in float32. With a block mask, ``words`` contains one 32-bit integer for each consumer's
+    part of a slot of Q. The integer says which row tile comes next.
     """
 
     sQ: Any
@@ -283,10 +284,11 @@ class Gradients(NamedTuple):
 
 
 class SlotOffsets(NamedTuple):
-    """The elements at which the parts of one slot begin in their arrays of shared memory.
+    """The indices in shared memory at which the parts of one slot begin.
 
-    Each part is in an array of its own. ``rows`` is an index into sQ, and ``out`` is an index into
-    sdO (and sO). ``values`` is an index into sL, and ``scores`` is an index into sdS (or sS).
+    A slot has parts in several arrays. ``rows`` is an index into sQ, and ``out`` is an index into
+    sdO and sO. ``values`` is an index into sL. ``scores`` is an index into sdS, or into sS if the
+    kernel has no sdS. All indices count elements.
     """
 
     rows: Any  # the tile of Q
@@ -334,9 +336,9 @@ class WideShared(NamedTuple):
 class Fa1BackwardShared(NamedTuple):
     """The shared memory of FlashAttention-1's backward kernel (Hopper).
 
-    It has tiles of O, because the kernel loads O in addition to dO. It has no tile of dQ. With a
-    block mask, ``words`` has two words for each slot, which say which visit comes next. ``bars``
-    are the barriers of the pipelines.
+    It contains tiles of O, because the kernel loads O in addition to dO. It contains no tile of dQ.
+    With a block mask, ``words`` contains two 32-bit integers for each slot of Q, which say which
+    query head and row tile come next. ``bars`` are the barriers of the pipelines.
     """
 
     sK: Any

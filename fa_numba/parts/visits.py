@@ -1,9 +1,13 @@
 """Which tiles of S a thread block visits.
 
-The causal mask, the window and the lengths give a range of tiles. A block mask removes some tiles
-of this range. It comes with two lists: ``options.next_column[b, h, i, j]`` is the number of the
-first visited column tile from j on, for row tile i. ``options.next_row[b, h, j, i]`` is the number
-of the first visited row tile from i on, for column tile j.
+To visit a tile of S means to compute it. The causal mask, the window and the lengths of sequences
+limit the visited tiles to a range. A block mask removes further tiles from this range. Two arrays
+tell kernels which tile to visit next:
+
+- ``options.next_column[b, h, i, j]`` is for row tile number i. It is the number of the first
+  visited column tile that is not before column tile number j.
+- ``options.next_row[b, h, j, i]`` is for column tile number j. It is the number of the first
+  visited row tile that is not before row tile number i.
 
 Arguments such as ``j0`` and ``col0`` are the first column of a column tile, and ``i0`` is the first
 row of a row tile. "Column tile j0" is the column tile that begins at column j0.
@@ -53,13 +57,13 @@ def make_column_range(spec):
 
 @part
 def make_column_passes(spec):
-    """Make ``column_passes(row0, rows_end, head)``, which returns the range of columns of FA-1's
-    outer loop.
+    """Make ``column_passes(row0, rows_end, head)``, which returns the range of columns that FA-1's
+    outer loop passes over.
 
-    Normally the result is the range that ``column_range`` returns for the rows. If this range is
-    empty, the result contains one column tile: the first pass initialises O, l and m even if the
-    rows see no column. If the kernel initialises O, l and m before the loop
-    (``features.initialises``), the range can be empty.
+    The block computes the rows ``row0`` to ``rows_end`` - 1. Normally the result is the range that
+    ``column_range`` returns for these rows. If the rows see no column, this range is empty. The
+    result then contains one column tile, because the first pass writes the initial O, l and m. If
+    the kernel writes them before the loop (``features.initialises``), the result can be empty.
     """
     column_range, always = make_column_range(spec), not spec.features.initialises
 
@@ -128,10 +132,11 @@ def make_rows_of_pass(spec):
     """Make ``rows_of_pass(col0, rows_begin, rows_end, head)``, which returns the rows that FA-1's
     pass over the column tile at column ``col0`` visits.
 
-    The thread block has the rows ``rows_begin`` to ``rows_end`` - 1. Normally, the result for
-    column 0 is all these rows, because the first pass initialises O, l and m, or dQ. For all other
-    columns, the result is ``row_range``. If the kernel initialises these arrays before the loop
-    (``features.initialises``), the result is ``row_range`` for column 0, too.
+    The thread block computes the rows ``rows_begin`` to ``rows_end`` - 1. Normally, a pass visits
+    only the rows that see the column tile, as ``row_range`` returns them. The pass over column 0 is
+    different: it visits all rows of the block, because it writes the first O, l and m, or the first
+    dQ. If the kernel writes these arrays before the loop (``features.initialises``), the pass over
+    column 0 is not different.
     """
     return _make_row_range(spec, takes_all=not spec.features.initialises)
 
@@ -141,7 +146,8 @@ def _make_row_range(spec, takes_all):
     """Make ``row_range(col0, rows_begin, rows_end, head)``, which returns the range of rows that
     see the column tile at column ``col0``.
 
-    If ``takes_all`` is true, the result for column 0 is all rows: ``rows_begin`` and ``rows_end``.
+    If ``takes_all`` is true, the column tile at column 0 is treated differently. The result for
+    this column tile is ``rows_begin`` and ``rows_end``, which means all rows.
     """
     Br, Bc, features = spec.Br, spec.Bc, spec.features
     causal, window, lengths = features.causal, features.window, features.lengths
@@ -171,11 +177,11 @@ def _make_row_range(spec, takes_all):
 @part
 def make_next_column(spec):
     """Make ``next_column(j0, j_end, i0, head)``, which returns the first column of the next column
-    tile that row tile i0 visits.
+    tile that row tile i0 visits, from column tile j0 on.
 
-    The search begins at column tile j0 itself, and skips the tiles that the block mask removes. If
-    no column tile is left before ``j_end``, the result is at or past ``j_end``. Without a block
-    mask the result is j0.
+    Without a block mask the result is j0. With a block mask, the result is j0 too if the row tile
+    visits column tile j0. Otherwise the function skips the column tiles that the block mask
+    removes. If no column tile is left before ``j_end``, the result is at or past ``j_end``.
     """
     Br, Bc, sparse = spec.Br, spec.Bc, spec.features.sparse
 
@@ -191,11 +197,11 @@ def make_next_column(spec):
 @part
 def make_next_row(spec):
     """Make ``next_row(i0, i_end, j0, head)``, which returns the first row of the next row tile that
-    visits column tile j0.
+    visits column tile j0, from row tile i0 on.
 
-    The search begins at row tile i0 itself, and skips the tiles that the block mask removes. If no
-    row tile is left before ``i_end``, the result is at or past ``i_end``. Without a block mask the
-    result is i0.
+    Without a block mask the result is i0. With a block mask, the result is i0 too if row tile i0
+    visits the column tile. Otherwise the function skips the row tiles that the block mask removes.
+    If no row tile is left before ``i_end``, the result is at or past ``i_end``.
     """
     Br, Bc, sparse = spec.Br, spec.Bc, spec.features.sparse
 
@@ -210,16 +216,16 @@ def make_next_row(spec):
 
 @part
 def _make_first_of_heads(spec):
-    """Make ``first_of_heads(h, i0, head, j0, h_end, i_first, i_end)``, which finds the next row
-    tile that visits column tile j0, in any query head of the block.
+    """Make ``first_of_heads(h, i0, head, j0, h_end, i_first, i_end)``, which returns the next query
+    head and row tile that visit column tile j0.
 
-    The search begins at row tile i0 of query head h, and skips the tiles that the block mask
-    removes. If no row tile of head h is left, the search continues at row ``i_first`` of the next
-    query head. It ends before head ``h_end``. A block with a single query head searches only this
-    head.
+    The result is a query head and the first row of a row tile. Without a block mask the result is h
+    and i0. With a block mask, the search begins at row tile i0 of query head h, and skips the tiles
+    that the block mask removes. If no row tile of head h is left, the search continues at row
+    ``i_first`` of the next query head. It ends before head ``h_end``. A block with a single query
+    head searches only this head.
 
-    The result is a query head and the first row of a row tile. If no row tile is left, the row is
-    at or past ``i_end``, or the head is ``h_end``. Without a block mask the result is h and i0.
+    If no row tile is left, the row in the result is at or past ``i_end``, or the head is ``h_end``.
     """
     sparse, single, next_row = spec.features.sparse, spec.single_head, make_next_row(spec)
 
@@ -238,12 +244,12 @@ def _make_first_of_heads(spec):
 
 @part
 def make_first_visit(spec):
-    """Make ``first_visit(head, j0, h_end, i_first, i_end)``, which returns the first visit of
-    column tile j0.
+    """Make ``first_visit(head, j0, h_end, i_first, i_end)``, which returns the first query head and
+    row tile of the block that visit column tile j0.
 
-    A visit is a query head and the first row of a row tile. ``head`` is the block's first query
-    head, and ``h_end`` is one past the block's last query head. In each head, the row tiles are in
-    the range from row ``i_first`` to row ``i_end``.
+    The result is the number of a query head, and the first row of a row tile. ``head`` is the
+    block's first query head, and ``h_end`` is one past the block's last query head. In each head,
+    only the rows ``i_first`` to ``i_end`` - 1 are considered.
     """
     first_of_heads = _make_first_of_heads(spec)
 
@@ -255,11 +261,11 @@ def make_first_visit(spec):
 
 @part
 def make_next_visit(spec):
-    """Make ``next_visit(h, i0, head, j0, h_end, i_first, i_end)``, which returns the visit of
-    column tile j0 that comes after the visit (h, i0).
+    """Make ``next_visit(h, i0, head, j0, h_end, i_first, i_end)``, which returns the next query
+    head and row tile that visit column tile j0, after row tile i0 of query head h.
 
-    A visit is a query head h and the first row i0 of a row tile. After the last row tile of a head
-    comes the first row tile of the next head. If a block has a single query head
+    The result is the number of a query head, and the first row of a row tile. After the last row
+    tile of a head comes the first row tile of the next head. If a block has a single query head
     (``spec.single_head``), the result contains ``h`` unchanged, and ``i_first`` is not used.
     ``make_first_visit`` explains the other arguments.
     """
@@ -327,12 +333,12 @@ def make_sees_more(spec):
 
 @part
 def make_is_unseen(spec):
-    """Make ``is_unseen(i0, head)``, which says whether the kernel must initialise O, l and m (or
-    dQ) of row tile i0 before its loops.
+    """Make ``is_unseen(i0, head)``, which says whether the kernel must write the first values of O,
+    l and m (or dQ) of row tile i0 before its loops.
 
-    The kernel calls it only if the first pass can skip row tiles (``features.initialises``).
-    Without a block mask, the result is always true. With a block mask, the result is true in two
-    cases:
+    Kernels call the function only if the first pass can skip row tiles (``features.initialises``).
+    Without a block mask, the result is always true. With a block mask, the first visit of a row
+    tile writes the first values. The result is then true in two cases:
 
     - The row tile visits no column tile.
     - With ``q_lens``, some rows of the row tile are past the valid length.
@@ -352,12 +358,15 @@ def make_is_unseen(spec):
 
 @part
 def make_visit_ahead(spec):
-    """Make ``visit_ahead(i_next, i0, j0, head)``, which returns a 32-bit word about the visit of
-    row tile i0 and column tile j0.
+    """Make ``visit_ahead(i_next, i0, j0, head)``, which packs three facts about the visit of row
+    tile i0 and column tile j0 into one 32-bit integer.
 
-    | part of the word | meaning |
+    FA-1's kernels with a block mask use the integer, because the facts come from the lists of the
+    block mask, which take time to read.
+
+    | bits of the integer | fact |
     |---|---|
-    | bits below STARTS | ``i_next``: the first row of the row tile that comes after i0 |
+    | all bits below bit STARTS | ``i_next``: the first row of the next row tile in this pass |
     | bit MORE | whether row tile i0 visits a column tile after j0 |
     | bit STARTS | whether j0 is the first column tile that row tile i0 visits |
     """
@@ -381,15 +390,16 @@ def make_visit_ahead(spec):
 
 @part
 def make_row_ahead(spec):
-    """Make ``row_ahead(i0, i_end, j0, head)``, which returns a 32-bit word about the visit of row
-    tile i0 and column tile j0.
+    """Make ``row_ahead(i0, i_end, j0, head)``, which returns a 32-bit integer about the visit of
+    row tile i0 and column tile j0. Other functions take this integer as the argument ``visit``.
 
-    With a block mask, the result is the word that ``visit_ahead`` returns. ``row_ahead`` reads the
-    lists of the block mask, and kernels call it some time before they need the word. Without a
-    block mask, the result is i0, and the functions with an argument ``visit`` ignore it.
+    With a block mask, the integer packs three facts: which row tile comes next, whether row tile i0
+    visits a later column tile, and whether this is its first visit (``visit_ahead``). ``row_ahead``
+    reads these facts from global memory. Kernels call it some time before they need the facts.
 
+    Without a block mask, the result is i0, and other functions do not use their argument ``visit``.
     ``i_end`` is one past the last row of the pass. If i0 is at or past ``i_end``, there is no
-    visit, and the result must not be used.
+    visit, and the result has no meaning.
     """
     Br, Bc, sparse, visit_ahead = spec.Br, spec.Bc, spec.features.sparse, make_visit_ahead(spec)
 
@@ -406,16 +416,16 @@ def make_row_ahead(spec):
 
 @device_function
 def next_by(visit):
-    """Return the first row of the next row tile, from ``visit``, a word that ``visit_ahead`` has
-    made.
+    """Return the first row of the row tile that is visited next, from ``visit``, the integer that
+    ``visit_ahead`` returns.
     """
     return uint32(visit & uint32(STARTS - 1))
 
 
 @device_function
 def more_by(visit):
-    """Return whether the row tile visits a later column tile, from ``visit``, a word that
-    ``visit_ahead`` has made.
+    """Return whether the row tile visits a later column tile, from ``visit``, the integer that
+    ``visit_ahead`` returns.
     """
     return uint32(visit & uint32(MORE)) != uint32(0)
 
@@ -425,8 +435,8 @@ def make_row_after(spec):
     """Make ``row_after(visit, i0)``, which returns the first row of the row tile that is visited
     after row tile i0.
 
-    With a block mask, the result comes from ``visit``, a word that ``visit_ahead`` has made.
-    Otherwise it is i0 + Br.
+    Without a block mask, the result is i0 + Br. With a block mask, it comes from ``visit``, the
+    integer that ``row_ahead`` returns.
     """
     Br, sparse = spec.Br, spec.features.sparse
 
@@ -443,8 +453,9 @@ def make_row_sees_more(spec):
     """Make ``row_sees_more(visit, i0, j0, head)``, which says whether row tile i0 visits a column
     tile after column tile j0.
 
-    With a block mask, the result comes from ``visit``, a word that ``visit_ahead`` has made.
-    Otherwise it comes from ``sees_more``.
+    Without a block mask, the function computes the result from the causal mask, the window and the
+    lengths (``sees_more``). With a block mask, the result comes from ``visit``, the integer that
+    ``row_ahead`` returns.
     """
     sparse, sees_more = spec.features.sparse, make_sees_more(spec)
 
@@ -458,18 +469,16 @@ def make_row_sees_more(spec):
 
 @part
 def make_row_starts(spec):
-    """Make ``row_starts(visit, j0)``, which says whether a visit in FA-1 starts with new values of
-    O, l and m (or dQ).
+    """Make ``row_starts(visit, j0)``, which says whether a visit in FA-1 is the first of its row
+    tile, so that global memory contains no values of the row tile yet.
 
-    If the result is true, the visit starts from O = 0, l = 0 and m = -inf (or dQ = 0). Otherwise it
-    reads the values from global memory. If ``features.initialises`` is true, the kernel can store
-    initial values before its loops.
+    If the result is true, the visit starts from O = 0, l = 0 and m = -inf (or from dQ = 0). If the
+    result is false, the visit reads O, l and m (or dQ) from global memory.
 
-    | case | when the result is true |
-    |---|---|
-    | block mask | in the row tile's first visit, as bit STARTS of the word ``visit`` says |
-    | no block mask, and ``features.initialises`` | never |
-    | otherwise | in the pass over the column tile at column 0 |
+    - With a block mask, the result comes from ``visit``, the integer that ``row_ahead`` returns.
+    - Without a block mask, the result is true in the pass over the column tile at column 0. It is
+      always false if the kernel has written the first values to global memory before its loops
+      (``features.initialises``).
     """
     sparse, initialises = spec.features.sparse, spec.features.initialises
 
@@ -515,8 +524,9 @@ def make_share_of_columns(spec):
     """Make ``share_of_columns(j0, j_end, split, i0, head)``, which returns the range of columns of
     key split number ``split`` for row tile i0.
 
-    The result is the first visited column of the split, and one past its last column. Without key
-    splits the result is j0 and ``j_end``. ``i0`` is used only with a block mask.
+    The result is the first visited column of the split, and one past its last column. The range
+    from j0 to ``j_end`` is divided among all splits (``make_share``). Without key splits, the
+    result is j0 and ``j_end``.
     """
     share, next_column, splits = make_share(spec), make_next_column(spec), spec.features.splits
 

@@ -1,11 +1,11 @@
 """Parts of the backward pass on tensor cores: dQ, dK and dV in registers and global memory.
 
 Registers hold the transposed S and dP. Each warp computes its own rows of dK and dV. If two warps
-have the same rows, each of them computes half of the columns. All warps together compute the row
-tile of dQ.
+compute the same rows, each of the two computes half of the columns. All warps together compute the
+row tile of dQ.
 
-A large dQ does not fit into the registers and is computed in ``spec.query_turns`` = 2 turns. An
-argument ``turn`` is the number of the turn, 0 or 1.
+A large dQ does not fit into the registers. It is computed in two turns, one after the other
+(``spec.query_turns`` is 2). An argument ``turn`` is the number of the turn, 0 or 1.
 """
 
 from functools import cache
@@ -87,11 +87,12 @@ def make_start_dq(spec):
 @part
 def make_add_dq(spec):
     """Make ``add_dq(rdQ, sdS, sK, A, row0, rows_end)``, which adds this warp's part of dQ to the
-    float32 sum A atomically.
+    array A atomically.
 
-    The row tile begins at row ``row0`` of A. If dQ is computed in two turns, rdQ contains the
-    result of the first turn. The function then also computes the second turn from dS in sdS and K
-    in sK, and adds it to A.
+    A is the float32 sum of dQ in global memory. The row tile begins at row ``row0`` of A. A large
+    dQ is computed in two turns. rdQ then contains the result of the first turn. The function adds
+    it to A, computes the result of the second turn from dS in sdS and K in sK, and adds that result
+    too.
     """
     pairs, place = _query_pairs(spec), make_query_place(spec)
     add_two, start_dq, dq = make_add_two(spec), make_start_dq(spec), make_dq(spec)
@@ -118,12 +119,12 @@ def make_add_dq(spec):
 @part
 def make_read_dq(spec):
     """Make ``read_dq(rdQ, A, visit, tile, rows_end, turn)``, which reads this warp's part of dQ
-    from the float32 sum A.
+    from A, the float32 array that stores dQ between the passes of FA-1.
 
-    Rows at or past ``rows_end`` become 0. If A contains no values of the row tile yet, rdQ is set
-    to 0 and nothing is read. ``visits.make_row_starts`` finds this case from ``visit``, a 32-bit
-    integer about the visit (``visits.make_row_ahead``). ``turn`` is the argument of
-    ``query_place``.
+    If ``visits.row_starts(visit, j0)`` is true, no pass has written this row tile of A yet. The
+    function then reads nothing, and sets rdQ to 0. ``visit`` is the integer that
+    ``visits.row_ahead`` has returned for this row tile. It is used only with a block mask. Rows at
+    or past ``rows_end`` become 0. ``query_place`` explains ``turn``.
     """
     row_starts = make_row_starts(spec)
     pairs, place = _query_pairs(spec), make_query_place(spec)
@@ -146,17 +147,17 @@ def make_read_dq(spec):
 @part
 def make_write_dq(spec):
     """Make ``write_dq(rdQ, operands, results, scale, visit, tile, rows_end)``, which writes this
-    warp's part of dQ in FA-1.
+    warp's part of dQ to global memory in FA-1.
 
-    ``results`` is the pair (A, dQ) of arrays:
+    ``results`` is a pair of arrays: A, which stores dQ between the passes in float32, and the
+    output dQ. If a later pass visits the row tile again, the part goes to A. In the last pass, the
+    part is multiplied by ``scale``, rounded, and goes to the output. ``visit`` is the integer that
+    ``visits.row_ahead`` has returned for this row tile. It is used only with a block mask.
 
-    | case | what is written |
-    |---|---|
-    | the row tile visits a later column tile | the part, in float32, to A |
-    | otherwise | ``scale`` times the part, rounded to the dtype of dQ, to dQ |
-
-    If dQ is computed in two turns, rdQ contains the first turn. The function then also computes the
-    second turn from ``operands``, the pair (sdS, sK) of tiles, and writes it.
+    A large dQ is computed in two turns. rdQ then contains the result of the first turn. The
+    function writes it, computes the result of the second turn, and writes that result too.
+    ``operands`` is the pair (sdS, sK) of tiles in shared memory, from which the second turn is
+    computed.
     """
     write_sums, write_rounded = _make_write_sums(spec), _make_write_rounded(spec)
     read_dq, dq, twice = make_read_dq(spec), make_dq(spec), spec.query_turns > 1
@@ -186,17 +187,19 @@ def make_initialise_dq(spec):
     """Make ``initialise_dq(rdQ, A, dQ, scale, first, heads, row0, rows_end)``, which writes dQ = 0
     for some row tiles in FA-1, before the loops of the kernel begin.
 
-    Normally it does nothing, because the first pass over K/V initialises dQ. With a window,
-    ``q_lens`` or a block mask, the first pass can skip row tiles, and the function writes zeros:
+    Normally the function does nothing, because the first pass over K/V writes dQ of all row tiles.
+    With a window, ``q_lens`` or a block mask, the first pass can skip row tiles. The function then
+    writes zeros.
 
-    | case | row tiles | arrays |
-    |---|---|---|
-    | no block mask | all | the float32 sum A, and dQ |
-    | block mask | those that visit no column tile, or have rows past ``q_lens`` | dQ |
+    - Without a block mask, it writes zeros for all row tiles of the block's query heads between row
+      ``row0`` and row ``rows_end``.
+    - With a block mask, it writes zeros only for two kinds of row tiles: those that visit no column
+      tile, and those with rows past ``q_lens``.
 
-    The row tiles are those from row ``row0`` to row ``rows_end`` - 1 of the block's ``heads`` query
-    heads. ``first`` is the ``Head`` of the first query head. ``rdQ`` are registers that are
-    overwritten.
+    The zeros are written to the output dQ. Without a block mask, they are also written to A, the
+    float32 array that stores dQ between the passes. ``first`` is the ``Head`` of the block's first
+    query head, and ``heads`` is the number of its query heads. ``rdQ`` are registers that the
+    function may overwrite.
     """
     is_unseen, sparse = make_is_unseen(spec), spec.features.sparse
     Br, initialises, start_dq = spec.Br, spec.features.initialises, make_start_dq(spec)
@@ -228,10 +231,10 @@ def make_initialise_dq(spec):
 
 @cache
 def _make_write_sums(spec):
-    """Make ``write_sums(rdQ, A, row0, rows_end, turn)``, which writes a warp's part of dQ to A in
-    float32.
+    """Make ``write_sums(rdQ, A, row0, rows_end, turn)``, which writes a warp's part of dQ to A, the
+    float32 array that stores dQ between the passes of FA-1.
 
-    The row tile begins at row ``row0``. ``turn`` is the argument of ``query_place``.
+    The row tile begins at row ``row0``. ``query_place`` explains ``turn``.
     """
     return write_pairs_of(spec, _query_pairs(spec), make_query_place(spec))
 
@@ -239,9 +242,9 @@ def _make_write_sums(spec):
 @cache
 def _make_write_rounded(spec):
     """Make ``write_rounded(rdQ, dQ, factor, row0, rows_end, turn)``, which multiplies a warp's part
-    of dQ by ``factor``, rounds it to the dtype of dQ, and writes it.
+    of dQ by ``factor``, rounds it to the dtype of dQ, and writes it to the array dQ.
 
-    The row tile begins at row ``row0``. ``turn`` is the argument of ``query_place``.
+    The row tile begins at row ``row0``. ``query_place`` explains ``turn``.
     """
     return write_rounded_of(spec, _query_pairs(spec), make_query_place(spec))
 
@@ -359,8 +362,8 @@ def make_write_dv(spec):
 
 @part
 def _make_add_columns(spec):
-    """Make ``add_columns(rdK, A, row0, rows_end, thread)``, which adds a thread's part of dK to A
-    atomically.
+    """Make ``add_columns(rdK, A, row0, rows_end, thread)``, which adds a thread's part of dK to A,
+    the float32 sum of dK in global memory, atomically.
     """
     TM, DN4, STEP = spec.TN, 4 * spec.gradients.DN, spec.row_step
     add_two = make_add_two(spec)

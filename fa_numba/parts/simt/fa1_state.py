@@ -17,17 +17,16 @@ def make_initialise(spec):
     """Make ``initialise(rO, rl, rm, state, row0, rows_end, head, thread)``, which writes the first
     values of O, l and m to global memory, before the loops of the kernel begin.
 
-    The values are O = 0, l = 0 and m = -inf. With a sink s, they are O = 0, l = 1 and m = s.
-    Normally the function does nothing, because the first pass over K/V initialises O, l and m. With
-    a window, ``q_lens`` or a block mask, the first pass can skip row tiles:
+    Normally the function does nothing, because the first pass over K/V writes O, l and m of all row
+    tiles. With a window, ``q_lens`` or a block mask, the first pass can skip row tiles. The
+    function then writes O = 0, l = 0 and m = -inf. With a sink s, it writes O = 0, l = 1 and m = s.
 
-    | case | row tiles that the function initialises |
-    |---|---|
-    | no block mask | all |
-    | block mask | those that visit no column tile, or have rows past ``q_lens`` |
+    - Without a block mask, the function writes these values for all row tiles of the head between
+      row ``row0`` and row ``rows_end``.
+    - With a block mask, it writes them only for two kinds of row tiles: those that visit no column
+      tile, and those with rows past ``q_lens``.
 
-    The row tiles are those from row ``row0`` to row ``rows_end`` - 1 of the head. ``rO``, ``rl``
-    and ``rm`` are registers that the function may overwrite.
+    ``rO``, ``rl`` and ``rm`` are registers that the function may overwrite.
     """
     Br, start, write_state = spec.Br, make_start(spec), make_write_state(spec)
     initialises, is_unseen = spec.features.initialises, make_is_unseen(spec)
@@ -49,10 +48,10 @@ def make_read_state(spec):
     """Make ``read_state(rO, rl, rm, state, visit, tile, rows_end)``, which reads O, l and m of a
     row tile from global memory into registers.
 
-    If global memory contains no state of the row tile yet, the function reads nothing. It then sets
-    O = 0, l = 0 and m = -inf. With a sink s, it sets O = 0, l = 1 and m = s.
-    ``visits.make_row_starts`` finds this case from ``visit``, a 32-bit integer about the visit
-    (``visits.make_row_ahead``).
+    If ``visits.row_starts(visit, j0)`` is true, no pass has written O, l and m of this row tile
+    yet. The function then reads nothing, and sets O = 0, l = 0 and m = -inf. With a sink s, it sets
+    O = 0, l = 1 and m = s. ``visit`` is the integer that ``visits.row_ahead`` has returned for this
+    row tile. It is used only with a block mask.
     """
     row_starts, start = make_row_starts(spec), make_start(spec)
     read_rows, read_values = make_read_rows(spec), make_read(spec)

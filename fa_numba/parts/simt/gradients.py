@@ -27,17 +27,17 @@ def make_initialise_dq(spec):
     """Make ``initialise_dq(rdQ, dQ, first, heads, row0, rows_end, thread)``, which writes dQ = 0
     for some row tiles, before the loops of the kernel begin.
 
-    Normally it does nothing, because the first pass over K/V initialises dQ. With a window,
-    ``q_lens`` or a block mask, the first pass can skip row tiles:
+    Normally the function does nothing, because the first pass over K/V writes dQ of all row tiles.
+    With a window, ``q_lens`` or a block mask, the first pass can skip row tiles. The function then
+    writes zeros.
 
-    | case | row tiles to which zeros are written |
-    |---|---|
-    | no block mask | all |
-    | block mask | those that visit no column tile, or have rows past ``q_lens`` |
+    - Without a block mask, it writes zeros for all row tiles of the block's query heads between row
+      ``row0`` and row ``rows_end``.
+    - With a block mask, it writes zeros only for two kinds of row tiles: those that visit no column
+      tile, and those with rows past ``q_lens``.
 
-    The row tiles are those from row ``row0`` to row ``rows_end`` - 1 of the block's ``heads`` query
-    heads. ``first`` is the ``Head`` of the first query head. ``rdQ`` are registers that are
-    overwritten.
+    ``first`` is the ``Head`` of the block's first query head, and ``heads`` is the number of its
+    query heads. ``rdQ`` are registers that the function may overwrite.
     """
     Br, RQ, initialises = spec.Br, spec.TM * spec.DN * 4, spec.features.initialises
     is_unseen = make_is_unseen(spec)
@@ -84,12 +84,13 @@ def make_add_rows(spec):
 
 @part
 def make_update_rows(spec):
-    """Make ``update_rows(rT, T, factor, visit, tile, rows_end)``, which sets T = ``factor`` rT + T
-    for a thread's part of a row tile in global memory.
+    """Make ``update_rows(rT, T, factor, visit, tile, rows_end)``, which adds ``factor`` times rT to
+    a thread's part of a row tile of T in global memory, without atomic adds.
 
-    It uses no atomic adds. If T contains no values of the row tile yet, T counts as 0 and is not
-    read. ``visits.make_row_starts`` finds this case from ``visit``, a 32-bit integer about the
-    visit (``visits.make_row_ahead``).
+    Only this thread may access these elements of T. If ``visits.row_starts(visit, j0)`` is true, no
+    pass has written this row tile of T yet. The function then stores ``factor`` times rT without
+    reading T. ``visit`` is the integer that ``visits.row_ahead`` has returned for this row tile. It
+    is used only with a block mask.
     """
     RT, row_starts = spec.TM * 4 * spec.DN, make_row_starts(spec)
     read_rows = make_read_rows(spec)

@@ -220,9 +220,9 @@ def make_is_nth_visit(spec):
     """Make ``is_nth_visit(n, n_end, h, h_end, i0, i_end)``, which says whether visit number n,
     which is (h, i0), belongs to the current pass.
 
-    Without a block mask, the kernel counts the visits of all passes. The result is n <
-    ``n_end``, where ``n_end`` is one past the last visit of this pass. With a block mask, the
-    number of visits in a pass is not known before the pass. The result is then that of
+    Without a block mask, the kernel counts the visits of all passes. The result is ``n < n_end``,
+    where ``n_end`` is one past the last visit of this pass. With a block mask, the number of visits
+    in a pass is not known before the pass. The result is then that of
     ``is_visit(h, h_end, i0, i_end)``.
     """
     sparse, is_visit = spec.features.sparse, make_is_visit(spec)

@@ -1,11 +1,13 @@
 """The state that FlashAttention-1 passes through global memory on Hopper: O, l and m of a row tile.
 
-Between the passes, O is stored in float32 in the array ``A``. The last pass of a row tile rounds O
-to 16 bits and writes it to the array ``O``. TMA moves O through slots in shared memory. One thread
-reads and writes l and m of a row, and it is the same thread in every pass.
+A pass is one step of the outer loop over column tiles. Two arrays in global memory store O. Between
+the passes, O is in the float32 array ``A`` of the workspace. The last pass of a row tile rounds O
+to 16 bits and writes it to the output ``O``. The copy engine (TMA) copies O between global memory
+and slots in shared memory. For l and m of a row, the same thread reads and writes them in every
+pass.
 
-With planes, the output is float32, and O is stored in the array ``O`` between the passes, too. Then
-the same thread reads and writes an element of O in every pass.
+Kernels that work with planes have a float32 output. They do not use ``A``, and store O in the
+output between the passes, too. The same thread reads and writes an element of O in every pass.
 """
 
 from fa_numba.device import device_function, float32, uint32
@@ -113,13 +115,15 @@ def make_passes(spec):
 @part
 def make_load_output(spec):
     """Make ``load_output(shared, A, i0, starts, head, slot, w, written_phase)``, which starts to
-    load the rows of Oi that belong to consumer ``w``.
+    load the rows of Oi that belong to consumer ``w`` from A into the consumer's part of a slot.
 
-    The rows are loaded from A into the consumer's part of a slot. The function first waits for two
-    events: the part is empty, and the consumer has written its rows of O in the pass before.
-    ``written_phase`` is the phase of the barrier for the second event. If ``starts`` is true, the
-    visit starts from O = 0. The function then loads nothing and marks the part as full. With planes
-    it does nothing, because ``read_output`` reads O.
+    A is the float32 array that stores O between the passes. The function first waits for two
+    events: the consumer's part of the slot is empty, and the consumer has written its rows of O in
+    the pass before. ``written_phase`` is the phase of the barrier for the second event.
+
+    If ``starts`` is true, no pass has written O of the row tile yet. The function then loads
+    nothing and marks the consumer's part as full. In kernels that work with planes, the function
+    does nothing, because ``read_output`` reads O.
     """
     (_, _, _, o, written), ROWS = spec.pipelines, GROUP_ROWS
     boxes = spec.Br, spec.float_panels, FLOAT_PANEL, spec.tile_floats
@@ -144,12 +148,14 @@ def make_name_own_next(spec):
     """Make ``name_own_next(shared, i0, i_end, j0, head, slot, w)``, by which the loader of Q tells
     consumer w which row tile comes after row tile i0.
 
-    With a block mask, the function waits until the consumer's part of the slot is empty. It then
-    stores the word of ``row_ahead`` about the visit (i0, j0) for this part. With
-    ``spec.reads_state``, the word also contains the state of the tile's block in the block mask,
-    which a ``mask_mod`` needs (``listed.make_word``). Without a block mask, nothing is stored.
+    Without a block mask, the function stores nothing, because consumers add Br to i0 themselves.
+    With a block mask, it waits until the consumer's part of the slot is empty. Then it stores a
+    32-bit integer in shared memory, next to this part. The integer contains the first row of the
+    next row tile, and two bits about the current visit (``visits.make_visit_ahead``). With
+    ``spec.reads_state``, its highest bits also contain the state of tile (i0, j0) in the block mask
+    (``listed.make_word``).
 
-    The function returns whether the visit starts from new values of O, l and m
+    In all cases, the function returns whether no pass has written O, l and m of row tile i0 yet
     (``visits.make_row_starts``).
     """
     named, word, GROUPS = spec.slots_name_next, make_word(spec), spec.consumers
@@ -169,11 +175,12 @@ def make_name_own_next(spec):
 
 @part
 def make_own_ahead(spec):
-    """Make ``own_ahead(i0, i_end, j0, head)``, which returns the next row tile, and whether row
-    tile i0 visits a column tile after j0.
+    """Make ``own_ahead(i0, i_end, j0, head)``, by which a consumer computes what comes after row
+    tile i0, if there is no block mask.
 
-    With a block mask, a consumer gets these two facts from a word in shared memory
-    (``read_named``). The result of ``own_ahead`` is then not used.
+    The result is the first row of the next row tile, and whether row tile i0 visits a column tile
+    after j0. With a block mask, a consumer reads both facts from shared memory (``read_named``),
+    and the result of ``own_ahead`` is not used.
     """
     Br, named, sees_more = spec.Br, spec.slots_name_next, make_sees_more(spec)
 
@@ -187,15 +194,17 @@ def make_own_ahead(spec):
 
 @part
 def make_read_named(spec):
-    """Make ``read_named(rBS, shared, slot, w, ahead)``, which returns three values to consumer w.
+    """Make ``read_named(rBS, shared, slot, w, ahead)``, by which consumer w gets three values about
+    the current visit.
 
-    The values are ``visit``, a 32-bit integer about the current visit, the first row of the next
-    row tile, and whether the current row tile visits a later column tile.
+    1. ``visit``: the integer that ``visits.row_starts`` takes. It is used only with a block mask.
+    2. The first row of the next row tile.
+    3. Whether the current row tile visits a later column tile.
 
-    With a block mask, the values come from the word that ``name_own_next`` has stored. With
-    ``spec.reads_state``, ``rBS[0]`` gets the state of the tile's block in the block mask, which a
-    ``mask_mod`` needs. Without a block mask, the last two values are ``ahead``, the result of
-    ``own_ahead``, and ``visit`` is not used.
+    Without a block mask, the second and third value are ``ahead``, the result of ``own_ahead``.
+    With a block mask, all values come from the integer that ``name_own_next`` has stored in shared
+    memory. With ``spec.reads_state``, the function also sets ``rBS[0]`` to the state of the tile in
+    the block mask: EMPTY, MIXED or FULL of ``mods.blocks``.
     """
     named, read, GROUPS = spec.slots_name_next, make_read_word(spec), spec.consumers
 
@@ -212,11 +221,11 @@ def make_read_named(spec):
 @part
 def make_read_statistics(spec):
     """Make ``read_statistics(rl, rm, out, visit, tile)``, which reads l and m of a row tile from
-    global memory.
+    global memory into registers.
 
-    If global memory contains no state of the row tile yet, the function reads nothing. It then sets
-    l = 0 and m = -inf. With a sink s, it sets l = 1 and m = s. ``visits.make_row_starts`` finds
-    this case from ``visit``, a result of ``read_named``.
+    If ``visits.row_starts(visit, j0)`` is true, no pass has written l and m of this row tile yet.
+    The function then reads nothing, and sets l = 0 and m = -inf. With a sink s, it sets l = 1 and m
+    = s. ``visit`` is the first result of ``read_named``.
     """
     row_starts, take_sinks = make_row_starts(spec), make_take_sinks(spec)
     read_values, read_maxima = make_read(spec), make_read_maxima(spec)
@@ -236,11 +245,12 @@ def make_read_statistics(spec):
 @part
 def make_take_output(spec):
     """Make ``take_output(rO, rf, shared, slot, visit, tile)``, which reads O from a slot in shared
-    memory, and multiplies each row by its factor in rf.
+    memory into rO, and multiplies each row by its factor in rf.
 
-    The function first waits until this consumer's rows of O are in the slot. If there is no O of
-    the row tile yet (``visits.make_row_starts``), rO is set to 0. With planes the function does
-    nothing, because ``read_output`` reads O.
+    The function first waits until this consumer's rows of O are in the slot. If
+    ``visits.row_starts(visit, j0)`` is true, no pass has written O of this row tile yet, and rO is
+    set to 0. ``visit`` is the first result of ``read_named``. In kernels that work with planes, the
+    function does nothing, because ``read_output`` reads O.
     """
     if spec.planes > 1:
         return _no_output
@@ -272,11 +282,13 @@ def _no_output(rO, rf, shared, slot, visit, tile):
 
 @part
 def make_read_output(spec):
-    """Make ``read_output(rO, rf, out, visit, tile)``, which reads O from global memory and
-    multiplies each row by its factor in rf, if the kernel works with planes.
+    """Make ``read_output(rO, rf, out, visit, tile)``, which reads O from global memory into rO and
+    multiplies each row by its factor in rf, in kernels that work with planes.
 
-    This thread has written these elements of O in the pass before. The function may be called while
-    the product P V is computed in other registers. Without planes it does nothing.
+    This thread has written these elements of O in the pass before. If
+    ``visits.row_starts(visit, j0)`` is true, no pass has written them yet, and rO is set to 0. The
+    function may be called while the product P V is computed in other registers. In kernels without
+    planes, it does nothing, because ``take_output`` reads O.
     """
     row_starts, in_place = make_row_starts(spec), spec.planes > 1
     query_rows, read_fragments = make_query_rows(spec), make_read_fragments(spec)
@@ -327,11 +339,11 @@ def _make_further(spec):
 @part
 def _make_write_sums(spec):
     """Make ``write_sums(rO, sO, at, A, row0, head, thread)``, which writes a consumer's rows of O
-    to A in float32.
+    to A, the float32 array that stores O between the passes.
 
-    The rows are stored in shared memory, in the consumer's rows of a slot that begins at element
-    ``at`` of sO. The copy engine copies them from there to A. The consumer's first thread waits
-    until the copy engine has read them.
+    The rows are first stored in shared memory, in the consumer's rows of a slot that begins at
+    element ``at`` of sO. The copy engine copies them from there to A. The consumer's first thread
+    waits until the copy engine has read them.
     """
     TM, DN4, Br, STEP = spec.TM, 4 * spec.DN, spec.Br, spec.row_step
     panels, sync_group = spec.float_panels, make_sync_group(spec)
@@ -380,17 +392,18 @@ def make_initialise(spec):
     """Make ``initialise(rO, rl, rm, shared, out, tile)``, which writes the first values of O, l and
     m to global memory, before the loops of the kernel begin.
 
-    The values are O = 0, l = 0 and m = -inf. With a sink s, they are O = 0, l = 1 and m = s.
-    Normally the function does nothing, because the first pass over K/V initialises O, l and m. With
-    a window, ``q_lens`` or a block mask, the first pass can skip row tiles, and the function
-    writes:
+    Normally the function does nothing, because the first pass over K/V writes O, l and m of all row
+    tiles. With a window, ``q_lens`` or a block mask, the first pass can skip row tiles. The
+    function then writes O = 0, l = 0 and m = -inf. With a sink s, it writes O = 0, l = 1 and m = s.
 
-    | case | row tiles | arrays of O |
-    |---|---|---|
-    | no block mask | all | ``O``, and without planes also ``A`` |
-    | block mask | those that visit no column tile, or have rows past ``q_lens`` | ``O`` |
+    - Without a block mask, the function writes these values for all row tiles of the block from row
+      ``tile.i0`` on.
+    - With a block mask, it writes them only for two kinds of row tiles: those that visit no column
+      tile, and those with rows past ``q_lens``.
 
-    The row tiles are those of the block from row ``tile.i0`` on. Each consumer writes its own rows.
+    Each consumer writes its own rows. O = 0 is written to the output ``out.O``. Without a block
+    mask, it is also written to ``out.A``, the float32 array that stores O between the passes.
+    Kernels that work with planes do not use ``out.A``.
     """
     Br, start, initialises = spec.Br, make_start(spec), spec.features.initialises
     write_tile, write_sums = _make_write_result(spec), _make_write_sums(spec)
@@ -444,9 +457,10 @@ def make_write_state(spec):
     """Make ``write_state(rO, rl, rm, shared, slot, out, more, tile)``, which writes O, l and m of a
     row tile to global memory.
 
-    The function first divides O by l. If ``more`` is true, later passes visit the row tile, and O
-    goes to the array A in float32 through a slot of O. Otherwise O is rounded and goes to the array
-    O through a slot of Q. The function releases the slots that this consumer still holds.
+    The function first divides O by l. If ``more`` is true, a later pass visits the row tile again.
+    O then goes to ``out.A``, the float32 array that stores O between the passes, through a slot of
+    O in shared memory. In the last pass, O is rounded and goes to the output ``out.O``, through a
+    slot of Q. The function releases the slots that this consumer still holds.
     """
     if spec.planes > 1:
         return _make_write_state_in_place(spec)
@@ -508,8 +522,9 @@ def _make_write_state_in_place(spec):
 def make_end_pass(spec):
     """Make ``end_pass(bars, thread)``, by which a consumer ends a pass over a column tile.
 
-    It waits until the consumer's writes to A and O are in global memory. Then it signals this to
-    the thread that loads the consumer's rows of A. With planes it does nothing.
+    The function waits until the consumer's rows of O are in global memory. Then it signals a
+    barrier, at which the thread that loads these rows in the next pass waits. In kernels that work
+    with planes, it does nothing.
     """
     written, by_boxes = spec.pipelines.written.full, spec.planes == 1
 
