@@ -24,11 +24,10 @@ def _size(d):
 
 @device_function
 def _parts(x, d, inverse):
-    """Return two results: the quotient x // d, and x - d (x // d) multiplied by the sign of d.
+    """Return the quotient x // d, and the absolute value of the remainder x % d.
 
-    The second result is the remainder x % d if d is positive, and its absolute value if d is
-    negative. ``inverse`` is (2^32 - 1) // |d|, as ``divisor`` computes it. Both results are 0 if d
-    is 0.
+    ``inverse`` is (2^32 - 1) // |d|, as ``captures.divisor`` computes it. If d is 0, both results
+    are 0.
     """
     size = _size(d)
     turned = int32(x if d > int32(0) else -x)

@@ -1,8 +1,9 @@
 """Dropout of P, with random numbers that depend only on the seed and the position of an element.
 
-The backward pass draws the same numbers again, so that no mask is stored. One draw gives the random
-bits of eight elements of P: the elements in two rows and four columns. The two rows are APART = 8
-rows apart, and neighbouring ones of the four columns are 8 columns apart.
+The backward pass draws the same numbers again, so that no mask is stored. One call of the random
+number generator is called a draw. It gives the random bits of eight elements of P, which are in two
+rows and four columns. The two rows are APART = 8 rows apart. The four columns are 8 columns apart,
+such as the columns 0, 8, 16 and 24.
 
 P is never negative. A dropped element of P therefore gets a negative sign in its register. From
 then on the register contains both facts: the value of P, and whether the element is dropped.
@@ -42,7 +43,9 @@ def draw(row, col, head):
 
 @device_function
 def _lower(word):
-    """Return a word whose upper half is the lower half of ``word``. Its lower half is 0."""
+    """Return ``word`` shifted to the left by 16 bits, so that its lower half becomes the upper half
+    of the result.
+    """
     return uint32(word << uint32(16))
 
 
@@ -70,12 +73,13 @@ def keeps(row, col, head):
 
 @part
 def _make_dropped(rows, columns, column_step):
-    """Make ``dropped(words, row, col, threshold)``, which returns which elements dropout drops.
+    """Make ``dropped(words, row, col, threshold)``, which returns a bit for each element of a draw
+    that this thread holds: 1 if dropout drops the element.
 
-    The elements are those of one draw that the thread holds: ``rows`` x ``columns`` elements, of
-    which the first is at (row, col). Neighbouring rows of these elements are APART rows apart, and
-    neighbouring columns are ``column_step`` columns apart. ``words`` are the four random words of
-    the draw. The result contains one bit for each element, row by row: 1 if the element is dropped.
+    A draw is for eight elements, of which a thread holds ``rows`` x ``columns`` elements. The first
+    one is at (row, col). Its rows are APART rows apart, and its columns are ``column_step`` columns
+    apart. ``words`` are the four random words of the draw, which are compared with ``threshold``.
+    Bit n of the result belongs to element number n, counted row by row.
     """
     # The thread's position decides these bits of a row and a column, and the loop the other bits.
     ROW = APART * DRAW_ROWS - 1 - APART * (rows - 1)
@@ -123,11 +127,12 @@ def make_drop(spec):
 
 @part
 def _make_drop_from(spec, first):
-    """Make ``drop_from(rP, tile)``, which makes dropped elements of P negative.
+    """Make ``drop_from(rP, tile)``, which makes dropped elements of P negative, from the thread's
+    draw number ``first`` on.
 
-    The function handles the thread's draws from number ``first`` on. It handles one draw or up to
-    eight draws itself, and calls a second function for the remaining draws. This factory makes the
-    second function too.
+    A thread needs several draws for its elements of a tile. The function handles one draw or up to
+    eight draws. A second function of the same kind handles the draws after them. This factory makes
+    the second function by calling itself with a larger ``first``.
 
     The function first collects the bits of its draws in one integer, and then changes the registers
     of P. The loop over draws thus contains no registers of P, and the compiler need not unroll it.

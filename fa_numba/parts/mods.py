@@ -180,9 +180,10 @@ def _make_inside(features, alone):
     """Make ``inside(row, col, head)``, which returns the row and the column that are passed to the
     user's function.
 
-    If ``alone`` is true, the user's function reads an array at this position. A position beyond the
-    matrix is then replaced by the last row or column. For a sequence without columns, the column is
-    0. If ``alone`` is false, the position is unchanged.
+    Normally the result is ``row`` and ``col``. If ``alone`` is true, the user's function reads an
+    array at this position. Positions beyond the matrix must then be replaced, because such a read
+    would be out of bounds. The row becomes at most the last row, and the column at most the last
+    column. For a sequence without columns, the column is 0.
     """
     may_be_empty = features.kv_lens or features.packed
 
@@ -202,11 +203,12 @@ def _make_inside(features, alone):
 @part
 def _make_changed(spec, unit):
     """Make ``changed(rG, rS, e, scale, place, head)``, which replaces the element in register e of
-    rS by the result of ``score_mod``, multiplied by ``unit``.
+    rS by ``unit`` times the result of ``score_mod``.
 
     Before the call, the element must be the product Q KT times the factor that
-    ``make_score_factor`` finds for ``score_mod``. If the kernel adds up rows of S, elements in rows
-    beyond the matrix are not changed: they must remain 0. ``rG`` and ``scale`` are not used.
+    ``make_score_factor`` finds for ``score_mod``. Some kernels sum over the rows of S. In these
+    kernels, elements in rows beyond the matrix are not changed, because they must remain 0. ``rG``
+    and ``scale`` are not used.
     """
     mod, keeps = spec.features.score_mod, spec.sums_rows
     score_mod = called(mod and mod.value)
@@ -572,17 +574,15 @@ def _make_hidden(spec):
 def hidden_score(stays):
     """Return the number that is stored in place of a hidden score.
 
-    Normally, a kernel computes ``score_mod`` before it hides scores. ``stays`` is then None. Some
-    backward kernels for Hopper hide scores first, and compute ``score_mod`` and its derivative
-    later, together with dS. ``stays`` is then the ``mods.Text`` of the later computation
-    (``Spec.stays``). The text can have an inner function, such as tanh. The kernel applies the
-    inner function before it hides scores.
+    Normally, a kernel computes ``score_mod`` before it hides scores. ``stays`` is then None, and
+    the number is -inf.
 
-    | case | number |
-    |---|---|
-    | ``stays`` is None | -inf |
-    | ``stays`` has an inner function | -2, which the inner function never returns |
-    | ``stays`` has no inner function | the lowest finite float32 |
+    Some backward kernels for Hopper hide scores first. They compute ``score_mod`` and its
+    derivative later, together with dS. ``stays`` is then the ``mods.Text`` of the later computation
+    (``Spec.stays``). The number is finite, and the later computation recognises hidden scores by
+    it. If the text has an inner function, such as tanh, the kernel applies it before it hides
+    scores. The number is then -2, which the inner function never returns. Otherwise it is the
+    lowest finite float32.
     """
     if stays is None:
         return NEG_INF

@@ -4,8 +4,9 @@ A block table lists the pages of each sequence in order. A tile can contain rows
 and a page can contain rows of several tiles. Tiles and pages begin at multiples of 16 rows.
 Therefore each run of ``common_rows`` rows of a tile is in one page.
 
-One lane of a warp looks up the page for all lanes whose rows are in the same run. If the next rows
-of the warp are in the same page, they use the same look-up.
+Reads of the block table are shared in two ways. If several lanes of a warp copy rows of the same
+run, one lane reads the page number and passes it to the other lanes. If the next rows of the warp
+are in the same page, the warp does not read the page number again.
 """
 
 from math import gcd
@@ -36,12 +37,12 @@ def pages_of_tile(spec):
 
 
 def turns_in_a_page(page_size, rows, threads, width):
-    """Return the number of consecutive turns of a thread whose rows are in one page.
+    """Return for how many consecutive turns of a copy one read of the block table is enough.
 
     ``threads`` threads copy a tile of ``rows`` rows in several turns. ``width`` threads copy one
-    row. In one turn, the threads therefore copy threads / width rows. A run of ``common_rows`` rows
-    is always in one page. If the run takes several complete turns, a thread looks up the page only
-    once for these turns, and the result is the number of these turns. Otherwise the result is 1.
+    row, so that one turn copies threads / width rows. A run of ``common_rows`` rows is always in
+    one page. If the run consists of n complete turns, the result is n. Otherwise the result is 1:
+    each turn reads the page number again.
     """
     down, rest = divmod(threads, width)
     common = common_rows(page_size, rows)
@@ -50,13 +51,13 @@ def turns_in_a_page(page_size, rows, threads, width):
 
 @part
 def make_page_of(page_size):
-    """Make ``page_of(table, row, reads, first)``, which returns the number of the page that stores
-    a row of a sequence.
+    """Make ``page_of(table, row, reads, first)``, which returns the number of the page that
+    contains row ``row`` of a sequence.
 
-    ``table`` is the row of the block table for the sequence. Lanes whose rows are in one page pass
-    an equal ``first``, the number of one of these lanes. Only that lane reads the table, for its
-    own ``row``, and only if its argument ``reads`` is true. A shuffle passes the page to the other
-    lanes. If ``reads`` is false, the result is 0. All lanes of the warp must call the function
+    ``table`` is the row of the block table for the sequence. Lanes whose rows are in one page form
+    a group, and ``first`` is the number of one lane of the group. Only this lane reads the table,
+    if its argument ``reads`` is true. A shuffle passes the page number to the other lanes of the
+    group. If ``reads`` is false, the result is 0. All lanes of the warp must call the function
     together.
     """
 

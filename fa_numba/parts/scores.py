@@ -39,24 +39,25 @@ _distance = device_function(masks.distance)
 def make_scale_and_mask(spec):
     """Make ``scale_and_mask(rS, scale, tile)``, which turns the product Q KT in rS into scores.
 
-    The steps are, in this order: multiply by ``scale``, cap, call the user's ``score_mod``, add the
-    ALiBi bias, add the bias of the call, and hide elements. Hidden elements become -inf. These are
-    elements that a mask or a ``mask_mod`` hides, columns at or past Nk, and with ``q_lens`` rows at
-    or past Nq. The scores are in units of log2.
+    The steps are, in this order:
 
-    | case | where ``scale`` is applied |
-    |---|---|
-    | ``spec.folds_scale`` | later, in the exponent of the softmax |
-    | a ``score_mod`` without a cap | in the call of ``score_mod`` |
-    | all others | here, before the cap |
+    1. Multiply by ``scale``.
+    2. Apply the cap: ``options.softcap`` times tanh. ``options.softcap`` is in units of log2, or in
+       natural units if there is a ``score_mod``.
+    3. Call the user's ``score_mod``.
+    4. Add the ALiBi bias.
+    5. Add the bias of the call.
+    6. Hide elements by setting them to -inf. These are elements that a mask or a ``mask_mod``
+       hides, columns at or past Nk, and with ``q_lens`` rows at or past Nq.
 
-    ``options.softcap`` multiplies the tanh of the cap. It is in units of log2, or in natural units
-    if a ``score_mod`` follows.
+    The scores are in units of log2. Step 1 is different in two kinds of kernels. With
+    ``spec.folds_scale``, the softmax multiplies by ``scale`` later, in the exponent. With a
+    ``score_mod`` but without a cap, step 3 multiplies by ``scale``.
 
     Some backward kernels for Hopper compute ``score_mod``, the ALiBi bias and the bias later,
-    together with dS (``spec.stays`` is not None). For these kernels, the function has fewer steps:
-    it multiplies by a factor, applies the inner function of the text ``spec.stays``, and hides
-    elements. Hidden elements become ``mods.hidden_score``.
+    together with dS (``spec.stays`` is not None). For these kernels, the function multiplies by a
+    factor, applies the inner function of the text ``spec.stays``, and hides elements. Hidden
+    elements become ``mods.hidden_score``.
     """
     return _without_bias_read(_make_scale_and_mask(spec, LOG2E, hides_blocks=False))
 
@@ -77,19 +78,20 @@ def make_scale_bias_and_mask(spec):
     """Make ``scale_bias_and_mask(rS, rBS, scale, tile)``, which works as ``scale_and_mask`` but
     uses values in the registers ``rBS``.
 
-    ``rBS`` contains this thread's part of the bias, or the state of the tile's block in the block
-    mask (``parts.bias``). The function ``read_bias_or_state`` or a function of
-    ``parts.wgmma.listed`` has read these values before.
+    The values have been read before the product Q KT was complete, by ``read_bias_or_state`` or by
+    a function of ``parts.wgmma.listed``. They are this thread's part of the bias, or the state of
+    the tile in the block mask (``parts.bias``).
     """
     return _make_scale_and_mask(spec, LOG2E, hides_blocks=False, ahead=True)
 
 
 @part
 def _without_bias_read(scale_and_mask):
-    """Make ``scale_and_mask(rS, scale, tile)``, which calls a function with the arguments (rS, rBS,
-    scale, tile).
+    """Make ``scale_and_mask(rS, scale, tile)``, which calls a device function that has one more
+    argument, ``rBS``.
 
-    The called function does not read ``rBS``. The call therefore passes rS as ``rBS``.
+    The called function takes (rS, rBS, scale, tile). It does not use ``rBS``, so that any array can
+    be passed. The call passes rS.
     """
 
     def without(rS, scale, tile):
@@ -103,9 +105,10 @@ def _make_scale_and_mask(spec, unit, hides_blocks, ahead=False):
     """Make ``scale_and_mask(rS, rBS, scale, tile)``, with the steps that ``make_scale_and_mask``
     lists.
 
-    ``unit`` is log2(e), or 1 for scores in natural units. With ``hides_blocks``, elements in empty
-    blocks of a block mask are hidden. With ``ahead``, rBS holds the bias, or the state of the
-    tile's block in the block mask. Otherwise rBS is not read.
+    ``unit`` is log2(e) for scores in units of log2, or 1 for scores in natural units. If
+    ``hides_blocks`` is true, elements in empty blocks of a block mask are hidden. If ``ahead`` is
+    true, the registers rBS hold the bias, or the state of the tile in the block mask. Otherwise rBS
+    is not used.
     """
     TM, TN, (EI, EJ) = spec.TM, spec.TN, spec.element_steps
     Br, Bc, features = spec.head_rows, spec.block_columns, spec.features

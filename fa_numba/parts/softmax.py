@@ -210,10 +210,11 @@ def make_row_maximum(spec):
     """Make ``row_maximum(rS, i, scale, m)``, which returns the new maximum m of the thread's row
     number i.
 
-    The result is the larger one of two numbers: the argument ``m``, which is the maximum of the
-    columns before this tile, and the maximum of the row in this tile. The lanes that share the row
-    exchange their maxima. With ``spec.folds_scale``, rS holds products without the scale, and their
-    maximum is multiplied by ``scale``. m is smaller than the largest score by ``spec.p_exponent``.
+    ``m`` is the maximum of the columns before this tile. The result is ``m`` or the maximum of the
+    row in this tile, whichever is larger. The lanes that share the row exchange their maxima. With
+    ``spec.folds_scale``, rS holds products without the scale, and their maximum is multiplied by
+    ``scale``. If ``spec.p_exponent`` is not 0, it is subtracted from the maximum of the tile, so
+    that P becomes larger.
     """
     TN, TX, STEP, folds = spec.TN, spec.tx_count, spec.lane_step, spec.folds_scale
     EXPONENT, lowers = float32(spec.p_exponent), spec.p_exponent > 0

@@ -2,11 +2,12 @@
 m.
 
 Several thread blocks share a row tile, and each block computes a softmax over its own columns. A
-later kernel merges their results. A block stores m, the maximum of its scores, instead of a
-logsumexp. The merge multiplies the block's O and l by e^(m_block - m), where m is the largest
-m_block. Both numbers are equal to scores. If both are about equal, their difference has no rounding
-error. A logsumexp would be a rounded number. If scores are large, its error would be visible in the
-result.
+later kernel merges the results of the blocks. For each row, it computes m, the largest maximum of
+all blocks. It multiplies the O and l of a block by e^(m_block - m) and adds the products.
+
+A block could also store a logsumexp instead of l and m. The weights of the merge would then be less
+accurate: a logsumexp is rounded, and for large scores its rounding error is visible in the result.
+m_block is a score and needs no rounding.
 """
 
 from fa_numba.device import uint32
@@ -21,9 +22,9 @@ def writes_split(spec, write_rows):
     key split number ``split`` to the workspace.
 
     ``i0`` is the first row of the tile, and ``rows`` is the number of rows of the sequence.
-    ``write_rows`` is the device function that writes O. The results go to the arrays A (for O), l
-    and m of ``head.options``, at the index ``split``. The kernel of ``merge_splits`` combines them
-    later.
+    ``write_rows`` is the device function that writes O. O goes to the array ``head.options.A``, l
+    to ``head.options.l``, and m to ``head.options.m``. The kernel of ``merge_splits`` combines the
+    results of all splits later.
     """
     heads, write_values = spec.tile_heads, make_write(spec)
     rows_of_split = make_rows_of_split(spec)

@@ -1,7 +1,9 @@
 """Reads and writes of two neighbouring elements of a row in global memory.
 
-A lane holds pairs of neighbouring elements in a fragment. Elements of 16-bit arrays are converted
-from and to float32. The rows of float32 sums (``A``) must start at 8-byte addresses.
+A lane holds pairs of neighbouring elements of a matrix in a fragment. In arrays of 16-bit elements,
+the elements are converted to float32 when they are read, and rounded when they are written. In
+float32 arrays, both elements are read or written by one instruction, so that rows must start at
+8-byte addresses. An example is ``A``, the array in which FA-1 stores O between its passes.
 """
 
 from fa_numba.device import float32, int64, uint32
@@ -166,16 +168,19 @@ def make_write_floats(spec):
 
 @part
 def write_pairs_of(spec, pairs, place):
-    """Make ``write_sums(rT, A, row0, rows_end, own)``, which writes a thread's part of a tile to A.
+    """Make ``write_sums(rT, A, row0, rows_end, own)``, which writes a thread's part of a tile from
+    the registers rT to the float32 array A.
 
-    The thread's part of the tile is in the registers rT, and A is a float32 array. The part
-    consists of pairs of neighbouring elements.
+    The part consists of pairs of neighbouring elements. The arguments of the factory say where the
+    pairs are:
 
-    - ``place(row0, rows_end, own)`` returns three numbers: the row and the column of the thread's
-      first element, and the number of rows from this row to ``rows_end``.
-    - ``pairs[e]`` is the position (rows, columns) of pair number e, relative to the first element.
-      The pair is in the registers 2 e and 2 e + 1 of rT.
-    - ``own`` is any value by which ``place`` identifies the thread.
+    - ``place(row0, rows_end, own)`` is a device function that returns three numbers: the row and
+      the column of the thread's first element, and the number of rows from this row to
+      ``rows_end``. ``row0`` is the first row of the tile.
+    - ``pairs[e]`` is the position of pair number e relative to the first element, as (rows,
+      columns). The pair is in the registers 2 e and 2 e + 1 of rT.
+
+    ``own`` identifies the thread. It is passed to ``place``.
     """
     write_floats = make_write_floats(spec)
 

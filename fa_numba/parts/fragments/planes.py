@@ -34,14 +34,16 @@ _LEAST, _MOST = float32(2.0**-100), float32(2.0**126)
 
 @part
 def make_units(spec):
-    """Make ``units(scale, head)``, which returns two factors: one for the product Q KT and one for
-    the product P V.
+    """Make ``units(scale, head)``, which returns two factors: one for the product Q KT, and the
+    first ``unit`` for the product P V.
 
-    The kernel multiplies the product Q KT of planes by the first factor. The result is ``scale``
-    times Q KT. The kernel multiplies the product P V of planes by the second factor. The result is
-    the output. With dropout, the second factor contains 1 / (1 - dropout_p). If the kernel does not
-    work with planes, the two factors are ``scale`` and 1. For pages of e4m3, the second factor is
-    START, the first ``unit`` of ``parts.mma.widened``.
+    Normally the two factors are ``scale`` and 1. Three kinds of kernels need other factors:
+
+    - With scaled planes, both factors also undo the powers of two by which the arrays were
+      multiplied.
+    - With planes and dropout, the second factor contains 1 / (1 - dropout_p).
+    - With pages of e4m3, the second factor is START, which is the first value of ``unit`` in
+      ``parts.mma.widened``.
     """
     scaled, packed = spec.features.scaled, spec.features.packed
     drops = spec.features.dropout and spec.planes > 1
@@ -117,12 +119,12 @@ def pairs_of_planes(planes):
 
 @part
 def make_score_factor(spec):
-    """Make ``score_factor(scale, head)``, which returns the factor by which the product Q KT of
-    planes is multiplied.
+    """Make ``score_factor(scale, head)``, which returns the factor by which the kernel multiplies
+    the product Q KT to get the scores.
 
-    The result of the multiplication is ``scale`` times Q KT. Normally the factor is ``scale``. With
-    scaled planes, the factor also undoes the powers of two of Q and K. For e4m3, it contains the
-    scales of Q and K, unless these are scales of blocks of rows (``tile_factor``).
+    Normally the factor is ``scale``. With scaled planes, it also undoes the powers of two by which
+    Q and K were multiplied. With e4m3 and one scale per head, it also contains the scales of Q and
+    K. With e4m3 and one scale per block of rows, ``tile_factor`` adds these scales.
     """
     scaled, packed = spec.features.scaled, spec.features.packed
     scales = spec.features.scales == "heads"
@@ -141,11 +143,12 @@ def make_score_factor(spec):
 
 @part
 def make_tile_factor(spec):
-    """Make ``tile_factor(factor, tile)``, which returns the factor of the product Q KT of a tile.
+    """Make ``tile_factor(factor, tile)``, which returns the factor of the product Q KT in one tile.
 
-    Normally it is ``factor``, the result of ``score_factor``. If Q and K have a scale for each
-    block of rows, it also contains the scales of the tile's blocks. All rows of a consumer, and all
-    columns of the tile, are then in one block.
+    Normally it is ``factor``, the result of ``score_factor``. For e4m3, Q and K can have a scale
+    for each block of rows. The result is then ``factor`` times the scales of the blocks to which
+    the tile belongs. All rows of a consumer are in one block of Q, and all columns of the tile are
+    in one block of K.
     """
     blocks, ROWS = spec.features.scales == "blocks", SCALED_ROWS
 

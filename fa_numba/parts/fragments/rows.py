@@ -46,11 +46,12 @@ def write_halves(spec, cols_end=None):
 
 @part
 def make_read_fragments(spec):
-    """Make ``read_fragments(rO, A, row0, rows_end, thread)``, which reads a thread's part of a
-    float32 tile.
+    """Make ``read_fragments(rO, A, row0, rows_end, thread)``, which reads a thread's part of a tile
+    from the float32 array A.
 
-    ``rO: (TM, 4 DN)`` are registers. The tile begins at row ``row0`` of A. Rows at or past
-    ``rows_end``, and rows that another warp owns, become 0.
+    The registers have the shape ``rO: (TM, 4 DN)``. The tile begins at row ``row0`` of A. Rows at
+    or past ``rows_end`` become 0. If the warps split the keys, rows that another warp owns become
+    0, too.
     """
     TM, DN4, STEP = spec.TM, 4 * spec.DN, spec.row_step
     owns, read_floats = make_owns(spec), make_read_sums(spec)
@@ -72,10 +73,11 @@ def make_read_fragments(spec):
 @part
 def make_write_fragments(spec):
     """Make ``write_fragments(rO, A, row0, rows_end, thread)``, which writes a thread's part of a
-    float32 tile.
+    tile to the float32 array A.
 
-    ``rO: (TM, 4 DN)`` are registers. The tile begins at row ``row0`` of A. Rows at or past
-    ``rows_end``, and rows that another warp owns, are not written.
+    The registers have the shape ``rO: (TM, 4 DN)``. The tile begins at row ``row0`` of A. Rows at
+    or past ``rows_end`` are not written. If the warps split the keys, rows that another warp owns
+    are not written either.
     """
     TM, DN4, STEP = spec.TM, 4 * spec.DN, spec.row_step
     owns, write_floats = make_owns(spec), make_write_floats(spec)

@@ -21,14 +21,19 @@ from fa_numba.parts.namespace import part
 class ChunkMap:
     """Which chunks of a tile each thread copies. A chunk is eight 16-bit elements of a row.
 
-    The tile has ``rows`` rows of ``chunks`` chunks. The copy takes several turns. In one turn, each
-    of the ``threads`` threads copies one chunk. Together the threads copy a rectangle of ``down``
-    rows. In each row, the rectangle has ``width`` chunks, which are ``right`` elements. After
-    ``along`` turns, these rows are complete, and the next turn begins ``down`` rows further down.
+    The tile has ``rows`` rows of ``chunks`` chunks. The ``threads`` threads of a block copy it in
+    several turns. In one turn, each thread copies one chunk. For example, let 128 threads copy a
+    tile of 64 rows and 16 chunks. In one turn, they copy the 16 chunks of 8 rows. After 8 turns,
+    the tile is complete.
 
-    ``width`` divides both ``chunks`` and ``threads``. The distance from a thread's first chunk to
-    its n-th chunk is therefore equal for all threads: ``n // along * down`` rows down, and ``n %
-    along * right`` elements to the right.
+    In general, one turn covers ``down`` rows, and ``width`` chunks or ``right`` elements of each
+    row. ``width`` is the greatest common divisor of ``chunks`` and ``threads``. The next turn
+    covers the chunks to the right. After ``along`` turns, the ``down`` rows are complete, and the
+    next turn begins ``down`` rows further down.
+
+    All threads move from turn to turn by the same distance. The thread's n-th chunk is
+    ``n // along * down`` rows below its first chunk, and ``n % along * right`` elements to the
+    right of it.
     """
 
     rows: int

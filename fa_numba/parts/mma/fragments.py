@@ -21,16 +21,16 @@ def make_place(rows, carries=False):
     passes to ``ldmatrix``.
 
     ``ldmatrix`` reads four tiles of 8 x 8 elements. Lane 8 t + r passes the index at which row r of
-    tile t begins. The four tiles begin at column ``col0`` of a larger tile, which has the layout
-    ``rows`` in shared memory:
+    tile t begins. The four tiles form a square of 16 x 16 elements. The square begins at row 0 and
+    column ``col0`` of a larger tile in shared memory, which has the layout ``rows``.
 
-    | ``rows_first`` | tiles 0 and 1 | tiles 2 and 3 |
-    |---|---|---|
-    | true | one above the other | to the right of tiles 0 and 1 |
-    | false | next to each other | below tiles 0 and 1 |
+    - If ``rows_first`` is true, tile 1 is below tile 0, and the tiles 2 and 3 are to the right of
+      them.
+    - If ``rows_first`` is false, tile 1 is to the right of tile 0, and the tiles 2 and 3 are below
+      them.
 
-    Normally the index includes the swizzle of the layout. With ``carries``, the index is without
-    the swizzle, and ``make_further`` with ``carries`` adds the swizzle.
+    Normally the index includes the swizzle of the layout. If ``carries`` is true, the index does
+    not include it, and ``make_further`` with ``carries`` adds the swizzle later.
     """
     pitch, exchange = rows.pitch, make_exchange(rows)
 

@@ -273,12 +273,12 @@ def make_half_tile(count, rows, threads, aligned, page_size=0, heads=1, scaled=F
     element ``place`` of sT and has the layout ``rows``. Elements at or past ``rows_end`` or
     ``cols_end`` become 0 and are not read. ``threads`` threads share the copies.
 
-    - If ``heads`` is above 1, several heads share the tile, and ``T: (rows, heads, columns)``. Then
-      ``row0`` and ``rows_end`` count the rows of all heads: row r of head n is number n + r
-      ``heads``.
     - If ``aligned`` is true, the rows of T start at 16-byte addresses. Otherwise elements are
       copied one by one, without asynchronous copies.
     - If ``page_size`` is above 0, T is stored in pages of ``page_size`` rows.
+    - If ``heads`` is above 1, several heads share the tile, and ``T: (rows, heads, columns)``. The
+      tile contains one row of each head in turn. ``row0`` and ``rows_end`` count these rows: row r
+      of head number n is row r ``heads`` + n.
     - If ``scaled`` is true, the pages are e4m3. The scale of each 16 rows is stored after the tile,
       as a float32 in two elements. It is 0 if these rows are at or past ``rows_end``.
     """
@@ -381,12 +381,12 @@ def _make_load_paged_tile(count, rows, threads, aligned, page_size, scaled):
 
 
 def _accesses(heads):
-    """Return two device functions that access T: ``copy`` for 16 bytes and ``element`` for one
+    """Return two device functions that read T: ``copy`` for 16 bytes and ``element`` for one
     element.
 
     ``copy(sT, at, T, row, col, length)`` starts an asynchronous copy of ``length`` elements to
-    index ``at`` of sT. If ``heads`` is above 1, ``T: (rows, heads, columns)``. Then ``row`` counts
-    the rows of all heads: row r of head n is number n + r ``heads``.
+    index ``at`` of sT. If ``heads`` is above 1, ``T: (rows, heads, columns)``, and ``row`` counts
+    the rows of all heads in turn: row r of head number n is row r ``heads`` + n.
     """
 
     @device_function

@@ -52,19 +52,21 @@ def _no_product(a, b, c, d, e, f, g):
 
 @part
 def _make_multiply(dtype, planes, step, beside=2, count=None):
-    """Make ``multiply(rL, rT, low, high, rA, a, rB)``, which multiplies the planes of a fragment of
-    A and the planes of a fragment of B.
+    """Make ``multiply(rL, rT, low, high, rA, a, rB)``, which multiplies a fragment of A and a
+    fragment of B, where both are split into planes.
 
-    - ``rA`` holds the planes of A. The first plane begins at register ``a``, and each following
-      plane begins ``step`` registers after the plane before.
+    The result has 16 x 16 elements. It is added to two register arrays. The product of the first
+    planes, A0 B0, is added to rL. The smaller products of planes are added to rT, from the smallest
+    to the largest.
+
+    - ``rA`` holds the planes of A. The first plane begins at register ``a``, and the next planes
+      follow ``step`` registers apart.
     - ``rB`` holds the planes of B.
-    - ``rL`` and ``rT`` are register arrays for results of 16 x 16 elements. A0 B0 is added to rL.
-      The other products are added to rT, from the smallest to the largest.
-    - ``low`` and ``high`` are indices in rL and rT. This lane's elements in the first 8 columns
-      begin at ``low`` for the upper 8 rows, and at ``high`` for the lower 8 rows. For the other 8
-      columns, both indices are larger by ``beside``.
+    - ``low`` and ``high`` are indices in rL and rT. This lane's elements in the first 8 columns of
+      the result begin at ``low`` for the upper 8 rows, and at ``high`` for the lower 8 rows. For
+      the last 8 columns, both indices are larger by ``beside``.
 
-    If ``count`` is not None, only the first ``count`` products are computed.
+    If ``count`` is not None, only the ``count`` smallest products are computed.
     """
     order = pairs_of_planes(planes)
     count = len(order) if count is None else count

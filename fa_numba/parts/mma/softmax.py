@@ -41,16 +41,19 @@ def make_combine(spec):
 
     @device_function
     def part_at(n, i):
-        """Return the index in sO at which the n-th of the other warps stores this lane's part of O,
-        for row number i of the lane.
+        """Return the index in sO of a part of O: row number i of this lane, as warp n stores it.
+
+        n is the number of the warp that stores the part, where 0 is the warp after the row's owner.
         """
         lane = uint32(uint32(cuda.threadIdx.x) % uint32(32))
         return uint32(uint32(n * TM + i) * (32 * DN4) + lane * 4)
 
     @device_function
     def values_at(n, i, ty):
-        """Return the index in sO at which the n-th of the other warps stores m of row number i. It
-        stores l at the next index.
+        """Return the index in sO of m of a row, as warp n stores it. l is stored at the next index.
+
+        n is the number of the warp that stores m, where 0 is the warp after the row's owner. The
+        row is row number i of the lanes with the position ``ty``.
         """
         return uint32(VALUES + 2 * (n * Br + ty + i * STEP))
 

@@ -28,20 +28,19 @@ def make_exchange(rows):
 
 @part
 def make_further(rows, carries=False):
-    """Make ``further(place, down, right)``, which returns the swizzled index of the element
-    ``down`` rows below and ``right`` columns to the right of a first element.
+    """Make ``further(place, down, right)``, which returns the index in shared memory of the element
+    that is ``down`` rows below and ``right`` columns to the right of a first element.
 
-    ``place`` describes the first element. ``down`` and ``right`` are compile-time constants and
-    multiples of 8. A constant part of the result becomes the offset in the load instruction.
+    The result includes the swizzle. ``down`` and ``right`` are compile-time constants and multiples
+    of 8. A constant part of the result becomes the offset in the load instruction. ``place`` is the
+    index of the first element:
 
-    | ``carries`` | what ``place`` must be |
-    |---|---|
-    | false | the swizzled index of the first element |
-    | true | the index of the first element without the swizzle (``make_place``) |
-
-    If ``carries`` is false, the function flips bits of ``place`` instead of adding to them. The
-    first element's column must therefore be 0 in all bits that are 1 in ``right`` and that the
-    swizzle can flip.
+    - If ``carries`` is false, ``place`` includes the swizzle. The bits of ``right`` that the
+      swizzle can change are flipped in ``place`` instead of added. The first element's column must
+      therefore be 0 in these bits.
+    - If ``carries`` is true, ``place`` does not include the swizzle (``make_place`` with
+      ``carries``). The function adds ``right`` before it applies the swizzle. The column of the
+      first element may then have any bits.
     """
     pitch, bits, exchange = rows.pitch, rows.exchanged, make_exchange(rows)
 
@@ -61,10 +60,10 @@ def make_first_place(rows, chunks):
     """Make ``first_place(thread, r, c)``, which returns the index in shared memory at which a
     thread stores its first chunk.
 
-    ``chunks`` is the ``ChunkMap`` of the copy. By this map, (r, c) is the row and the column of the
-    thread's first chunk. The function returns the index of (r, c) without the swizzle. With the
-    swizzle, this index belongs to column c ^ exchange(r) of row r. The thread must therefore copy
-    the chunk at column c ^ exchange(r) instead of column c. For the thread's further chunks, the
+    ``chunks`` is the ``ChunkMap`` of the copy. It assigns the chunk at row r and column c to the
+    thread. The function returns the index r pitch + c, which does not depend on the swizzle. The
+    swizzle is applied to the source instead: the thread copies the chunk at column c ^ exchange(r)
+    of row r, because this chunk belongs at the returned index. For the thread's further chunks, the
     index is larger by a constant.
     """
     pitch, whole = rows.pitch, rows.pitch == chunks.right == CHUNK * rows.group

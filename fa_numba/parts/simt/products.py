@@ -198,10 +198,10 @@ def _make_add_output(spec):
 
 @part
 def _make_add_to_rows(rows, DN, apart):
-    """Make ``add_to_rows(rT, rP, first, b, c)``, which multiplies a column of numbers in rP by a
-    row of four numbers in ``b``, and adds the product to the registers rT.
+    """Make ``add_to_rows(rT, rP, first, b, c)``, which adds the product of a column vector in rP
+    and a row vector ``b`` of four numbers to the registers rT.
 
-    The number of row i in the column is rP[first + i apart]. Its products with the four numbers of
+    Element i of the column vector is ``rP[first + i apart]``. Its products with the four numbers of
     ``b`` are added to the four columns of group c in row i of rT.
 
     The function multiplies all rows by one number of ``b`` before it takes the next number.

@@ -20,12 +20,13 @@ from fa_numba.tiling.wgmma import GROUP
 
 @device_function
 def _kept(w0, w1, w2, w3, last, less):
-    """Compare eight random 16-bit numbers with a threshold, and return eight bits.
+    """Compare eight random 16-bit numbers with a threshold, and return eight bits: 1 if the number
+    is larger than the threshold.
 
-    The random numbers are the halves of the words w0 to w3. ``last`` contains the threshold in both
-    halves: the largest random number that is dropped. A bit of the result is 1 if the random number
-    is larger. Bits 0 to 3 are for the lower halves of w0 to w3. Bits 16 to 19 are for the upper
-    halves. ``less`` contains -threshold modulo 2^16 in both halves, as ``larger_halves`` needs it.
+    The random numbers are the lower and upper halves of the words w0 to w3. Bits 0 to 3 of the
+    result are for the lower halves of w0 to w3. Bits 16 to 19 are for the upper halves. ``last``
+    contains the threshold in both halves: the largest random number that is dropped. ``less``
+    contains -threshold modulo 2^16 in both halves, as ``larger_halves`` needs it.
     """
     k0, k1 = larger_halves(w0, last, less), larger_halves(w1, last, less)
     k2, k3 = larger_halves(w2, last, less), larger_halves(w3, last, less)
@@ -37,13 +38,13 @@ def make_draw_tile(spec):
     """Make ``draw_tile(shared, i0, j0, head, slot)``, which draws the dropout bits of a tile of S
     and stores them in a slot of ``shared.sB``.
 
-    The tile begins at (i0, j0) of S. All threads of the producer warpgroup must call the function.
-    A bit is 1 if dropout keeps the element.
+    The tile begins at (i0, j0) of S. A bit is 1 if dropout keeps the element. All threads of the
+    producer warpgroup must call the function.
 
-    A producer warp draws for 32 columns of S, which two consumer warps compute. Each of its lanes
-    computes the words of two consumer threads: the lane with the same number in each of the two
-    consumer warps. A consumer thread holds two columns of S. One 32-bit word contains the bits of
-    16 of its rows: the lower half for the first column, the upper half for the second column.
+    A consumer thread holds two columns of the tile. Its bits are 32-bit words. Each word is for 16
+    of its rows: the lower half for the first column, the upper half for the second column. Each
+    producer thread computes the words of two consumer threads, because one draw gives bits for
+    both. These two consumer threads have the same lane number and are in neighbouring warps.
     """
     WORDS, THREADS, Bc = spec.drawn_words, spec.drawing_threads, spec.Bc
     full = spec.pipelines.q.full

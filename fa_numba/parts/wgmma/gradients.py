@@ -254,18 +254,16 @@ def make_scale_and_bias(spec):
 @part
 def make_p_of_columns(spec):
     """Make ``p_of_columns(rS, rP, scale, sL, at, tile)``, which replaces the scores in the
-    registers rS by PT.
+    registers rS by PT = exp(ST - L).
 
-    The first case that holds decides what the function does:
+    ``sL`` and ``at`` give L of the row tile in shared memory. Two kinds of kernels are different:
 
-    | case | what the function does |
-    |---|---|
-    | ``spec.slopes_early`` | rS gets PT times the derivatives of scores; rP gets PT in 16 bits |
-    | a cap, or ``features.scores_stay`` | nothing; ``ds_of_columns`` computes PT later |
-    | all others | rS gets PT = exp(ST - L) |
+    - If the derivatives of ``score_mod`` are computed together with P (``spec.slopes_early``), rS
+      gets PT times these derivatives, and rP gets PT in 16 bits.
+    - With a cap, or if the kernel keeps the scores until it computes dS (``features.scores_stay``),
+      the function does nothing. ``ds_of_columns`` then computes PT.
 
-    ``features.scores_stay`` means that the kernel keeps the scores until it computes dS.
-    ``spec.slopes_early`` means that the derivatives of ``score_mod`` are computed together with P.
+    The first kind has priority if both descriptions fit.
     """
     if spec.slopes_early:
         return _make_p_and_slopes(spec)
@@ -370,18 +368,19 @@ def make_ds_of_columns(spec):
     """Make ``ds_of_columns(rdS, rP, rdP, rS, sL, at, tile)``, which computes dST = PT o (dPT - D)
     and rounds it to 16 bits in rdS.
 
-    ``rdP`` holds dPT. The first case that holds decides where P is before the call:
+    ``rdP`` holds dPT. Where P is before the call depends on the kernel. The first case that fits
+    holds:
 
-    | case | where P is | what is also computed |
-    |---|---|---|
-    | ``spec.rounds_before_ds`` | rP holds PT in 16 bits | nothing |
-    | ``spec.slopes_early`` | rS holds PT times the derivatives of the scores | nothing |
-    | a cap, or ``features.scores_stay`` | rS holds the scores | PT, and the derivatives |
-    | all others | rS holds PT | nothing |
+    1. ``spec.rounds_before_ds``: rP holds PT in 16 bits.
+    2. ``spec.slopes_early``: rS holds PT times the derivatives of the scores. The result contains
+       these derivatives.
+    3. A cap, or ``features.scores_stay``: rS holds the scores. The function computes PT and the
+       derivatives of the scores. The result contains these derivatives.
+    4. All other kernels: rS holds PT.
 
-    In the second and third case, dST is also multiplied by the derivatives of the scores. If PT is
-    not in rP yet, because ``spec.rounds_early`` is false, the function also rounds PT to 16 bits in
-    rP. It handles few rows at a time, so that the registers of rounded values become free.
+    In the cases 3 and 4, the function also rounds PT to 16 bits in rP, if this has not been done
+    before (``spec.rounds_early`` is false). It handles few rows at a time, so that the registers of
+    rounded values become free.
     """
     if spec.rounds_before_ds or spec.slopes_early:
         return _make_ds_of_dp(spec)
@@ -429,10 +428,9 @@ def _make_ds_of_dp(spec):
     """Make the function ``ds_of_columns`` that ``make_ds_of_columns`` describes, for kernels that
     have already computed and rounded PT.
 
-    | case | where P is |
-    |---|---|
-    | ``spec.rounds_before_ds`` | rP holds PT in 16 bits, and the registers rS are free |
-    | otherwise (``spec.slopes_early``) | rS holds PT times the derivatives of the scores |
+    These are kernels with ``spec.rounds_before_ds`` or ``spec.slopes_early``. With
+    ``spec.rounds_before_ds``, PT is read from rP in 16 bits. Otherwise rS holds PT times the
+    derivatives of the scores.
     """
     TM, TN, Br, rounded = spec.TM, spec.TN, spec.Br, spec.rounds_before_ds
     times_slope = make_times_slope(spec.features)
@@ -672,10 +670,11 @@ def make_wait_columns(spec):
 @part
 def make_add_dq(spec):
     """Make ``add_dq(rdQ, sdQ, A, row0, head, thread)``, which adds this consumer's part of dQ to
-    the float32 sum A atomically.
+    the float32 array A atomically.
 
-    The part is stored in shared memory, in the consumer's part of sdQ. The copy engine adds it from
-    there to A, in boxes of 32 columns. Rows beyond the sequence are not added.
+    A contains the sum of dQ over all column tiles. The part is stored in shared memory, in the
+    consumer's part of sdQ. The copy engine adds it from there to A, in boxes of 32 columns. Rows
+    beyond the sequence are not added.
     """
     by_rows, sync_group = spec.Br > GROUP_ROWS, make_sync_group(spec)
     find, BOX, COLUMNS = make_read_query_box(spec), GROUP_ROWS * FLOATS, spec.query_columns
@@ -735,12 +734,12 @@ def make_end_copies(spec):
 @part
 def make_copy_dq(spec):
     """Make ``copy_dq(rdQ, sdQ, A, row0, head, thread)``, which adds each warp's part of dQ to the
-    float32 sum A atomically.
+    float32 array A atomically.
 
-    A is stored in fragments (``kernels.mma.rows``). A warp's part has 16 rows and 64 columns. It is
-    stored in the warp's part of shared memory sdQ, and the copy engine adds it from there to A by
-    one contiguous copy. If the 16 rows end beyond the sequence, the part is added from registers
-    instead.
+    A contains the sum of dQ over all column tiles, in the order of fragments
+    (``kernels.mma.rows``). A warp's part has 16 rows and 64 columns. It is stored in the warp's
+    part of shared memory sdQ, and the copy engine adds it from there to A by one contiguous copy.
+    If the 16 rows end beyond the sequence, the part is added from registers instead.
     """
     query_rows, TILES, HALF = make_query_rows(spec), spec.head_dim // 8, PANEL // 4
     OF_PANEL, by_rows, WHOLE = PANEL // 8, spec.Br > GROUP_ROWS, spec.head_dim % PANEL == 0
@@ -828,9 +827,9 @@ def _make_write_part(spec):
     """Make ``write_part(rdK, sK, A, row0, head, thread)``, which writes this thread's part of dK to
     A in float32.
 
-    Several blocks share a column tile, and each block has a share of its query heads or rows. A
-    contains separate rows for each share. ``head.hk`` is the number of the share. ``sK`` is not
-    used.
+    The function is for kernels in which several blocks share a column tile. Each block computes dK
+    for its share of the query heads or rows. A is an array in the workspace that contains separate
+    rows for each share. ``head.hk`` is the number of the share. ``sK`` is not used.
     """
     write, key_rows = column_pairs(spec, make_write_floats(spec)), make_key_rows(spec)
 
@@ -847,9 +846,9 @@ def column_pairs(spec, put):
     """Make ``pairs(rdK, A, row0, thread)``, which calls the device function ``put`` for each pair
     of neighbouring elements of dK that the thread holds.
 
-    The call is ``put(A, row, col, inside, low, high)``. The elements ``low`` and ``high`` belong to
-    row ``row`` and the columns col and col + 1 of A. ``inside`` says whether A has this row. The
-    tile begins at row ``row0`` of A.
+    The call is ``put(A, row, col, inside, low, high)``. ``low`` and ``high`` are the two elements.
+    They belong to row ``row`` and the columns col and col + 1 of the array A. ``inside`` says
+    whether A has this row. The tile begins at row ``row0`` of A.
     """
     TN, DN4, STEP_ = spec.TN, 4 * spec.DN, spec.column_step
 

@@ -26,9 +26,10 @@ def make_transposed_thread(spec):
     """Make ``transposed_thread()``, which returns the position of a consumer thread in the
     transposed S, as a ``GroupThread``.
 
-    ``tx`` is the thread's first column among the 64 columns of S, and ``ty`` decides its rows. If
-    both consumers share their columns, the number of the warpgroup does not pass through a shuffle,
-    because kernels were faster without it.
+    ``w`` is the consumer warpgroup. ``tx`` is the thread's first column among the 64 columns of S
+    that a warpgroup computes, and ``ty`` decides its rows. ``_position`` explains how ``w`` is
+    computed. In kernels whose two consumers share their columns, ``w`` does not pass through a
+    shuffle, because these kernels were faster without it.
     """
     position = _position(shuffled=not spec.wide)
 
@@ -41,12 +42,13 @@ def make_transposed_thread(spec):
 
 @part
 def _position(shuffled):
-    """Make ``position()``, which does the work of ``thread``.
+    """Make ``position()``, which returns the position of a consumer thread as a ``GroupThread``.
 
-    If ``shuffled`` is true, the number of the warpgroup passes through a shuffle. The assembler
-    then knows that the number is equal in all lanes of a warp. It computes the addresses of
-    operands in uniform registers, and starts the products without copies between registers. The
-    forward kernel of FA-2 takes 1.05 times as long without it (tests/data/h200_trials.csv).
+    ``make_thread`` explains the fields. If ``shuffled`` is true, the number of the warpgroup passes
+    through a warp shuffle. The shuffle does not change the number, but tells the assembler that the
+    number is equal in all lanes of a warp. The assembler then computes the addresses of operands in
+    uniform registers, and starts the products without copies between registers. The forward kernel
+    of FA-2 takes 1.05 times as long without it (tests/data/h200_trials.csv).
     """
 
     def position():

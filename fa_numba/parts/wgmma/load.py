@@ -26,11 +26,10 @@ COLUMN_PRODUCERS = {1: (32, 32), 2: (32, 64)}
 
 @part
 def make_shared_memory(spec):
-    """Make ``shared_memory()``, which returns a forward kernel's shared memory as a ``Shared``
-    record.
+    """Make ``shared_memory()``, which returns a forward kernel's shared memory as a record.
 
-    It contains the slots of Q, K and V, and the barriers. FlashAttention-1 gets a ``SharedWithO``
-    record, unless it works with planes.
+    The record contains the slots of Q, K and V, and the barriers. Normally it is a ``Shared``.
+    FlashAttention-1 without planes gets a ``SharedWithO``, which also contains slots of O.
     """
     NQ, NK, NV = spec.tile_halves
     NQS, NKS, NVS = spec.q_stages * NQ, spec.stages * NK, spec.stages * NV
@@ -364,11 +363,12 @@ def make_produces_v(spec):
 
 @part
 def _make_produces(own, other):
-    """Make ``produces()``, which says whether this thread loads K (or V).
+    """Make ``produces()``, which says whether this thread loads one of K and V: the tile that
+    belongs to thread number ``own``.
 
-    Only threads that load K or V call it. ``own`` is the number of the thread that loads K, and
-    ``other`` is the number of the thread that loads V (or the other way round). If both numbers are
-    equal, one thread loads K and V, and the result is always true.
+    Only threads that load K or V call the function. ``other`` is the number of the thread that
+    loads the other tile. If ``own`` and ``other`` are equal, one thread loads K and V, and the
+    result is always true.
     """
 
     def produces():
@@ -426,9 +426,11 @@ def whole_box(T, row, head):
 
 @device_function
 def end_of(T, b, h, end):
-    """Return a coordinate that tells T's tensor map where a sequence ends (``TiledArray``).
+    """Return a coordinate that tells T's tensor map where a sequence ends.
 
-    ``b`` and ``h`` are the batch entry and head, and ``end`` is one past the sequence's last row.
+    ``T`` is a ``TiledArray`` in which sequences follow each other. The coordinate belongs to the
+    axis "end" of its tensor map. ``b`` and ``h`` are the batch entry and the head, and ``end`` is
+    one past the sequence's last row.
     """
     of_batch, of_head, of_row = T.steps
     return uint32(b * uint32(of_batch) + h * uint32(of_head) + end * uint32(of_row))

@@ -43,17 +43,19 @@ def make_multiply_planes(spec):
 @part
 def multiply_pairs(spec, count, N, a, b, steps):
     """Make ``multiply(rT, sA, first, sB, at)``, which begins the product of 64 rows of A and ``N``
-    columns of B.
+    columns of B, where A and B are split into planes.
 
-    A begins at element ``first`` of sA, and B at element ``at`` of sB. Only the first ``count``
-    pairs of planes are multiplied. The product of a pair takes ``steps`` instructions, and each
-    instruction adds 16 terms of the sum.
+    A begins at element ``first`` of sA, and B at element ``at`` of sB. The product is a sum of
+    products of planes, the smallest first. Only the first ``count`` of these products are computed.
+    The product of two planes takes ``steps`` instructions, and each instruction adds 16 terms of
+    the sum.
 
     ``a`` describes the tile of A, and ``b`` describes the tile of B. Both are three numbers:
 
     1. the number of rows of the tile,
     2. the number of elements of a plane,
-    3. 1 if the rows of the tile are the terms of the sum, otherwise 0.
+    3. 1 if the sum of the matrix product is over the rows of the tile, or 0 if it is over the
+       columns.
     """
     (ROWS_A, plane_a, across_a), (ROWS_B, plane_b, across_b) = a, b
     i, j = pairs_of_planes(spec.planes)[count - 1]

@@ -239,9 +239,10 @@ def make_round_p(spec):
 def _make_round_p_to_e4m3(spec):
     """Make ``round_p(rP, rS)``, which rounds P in the registers rS to e4m3 in the registers rP.
 
-    A word contains the thread's elements in 16 neighbouring columns: the columns 2 tx, 2 tx + 1, 2
-    tx + 8 and 2 tx + 9. In a product, the word stands for four neighbouring keys. Therefore V's
-    keys are stored in another order (``kernels/turned_values.py``).
+    A 32-bit word of rP contains four elements of a row. They are the thread's elements in a group
+    of 16 columns: the columns 2 tx, 2 tx + 1, 2 tx + 8 and 2 tx + 9. The matrix instruction takes
+    them as four neighbouring columns. The rows of V must therefore be in another order, too
+    (``kernels/turned_values.py``).
     """
     WORDS = spec.p_registers
 

@@ -478,11 +478,12 @@ def _make_tile_of(spec):
 def _make_head_tiles(spec):
     """Make ``head_tiles(rows, options)``, which returns the number of row tiles of a head.
 
-    ``rows`` is the number of rows of the array Q. Packed sequences are different. There, ``rows``
-    is the number of rows of all sequences, and the result is an upper bound: some row tiles are
-    empty. Packed sequence number b begins with row tile number t + b, where t is the sequence's
-    first row divided by the rows of a tile, rounded down. With this rule, no thread has to count
-    the tiles of earlier sequences.
+    Normally ``rows`` is the number of rows of the head, and the result is exact.
+
+    For packed sequences, ``rows`` is the number of rows of all sequences together. The result is an
+    upper bound, and some row tiles are empty. Packed sequence number b begins with row tile number
+    t + b, where t is the sequence's first row divided by the rows of a tile, rounded down. With
+    this rule, no thread has to count the tiles of earlier sequences.
     """
     rows_of_tile, packed = spec.head_rows, spec.features.packed
 
@@ -531,15 +532,18 @@ def _make_row_tile(spec):
     """Make ``row_tile(n, q_shape, k_shape, options)``, which returns the position of row tile
     number n.
 
-    ``q_shape`` and ``k_shape`` are the shapes of the arrays Q and K. The result is the first row,
-    the head and the batch entry. If several heads share a tile, the head is the number of their
-    group.
+    The result is the first row, the head and the batch entry. If several heads share a tile, the
+    head is the number of their group. ``q_shape`` and ``k_shape`` are the shapes of the arrays Q
+    and K.
 
-    The numbers have this order. The heads are divided into sets. K and V of one set have at most
-    TOGETHER bytes, so that L2 can hold them, unless a single head has more. All row tiles of one
-    set come before the row tiles of the next set. In a set, consecutive numbers belong to different
-    heads. The row tiles with the most columns come first, so that the last work tiles have the
-    least work.
+    Row tiles have numbers in the order in which blocks compute them. The order has two aims:
+
+    - K and V should remain in L2. The heads of all batch entries are therefore divided into sets. K
+      and V of a set have at most TOGETHER bytes, or a set is a single head. All row tiles of one
+      set come before the row tiles of the next set.
+    - The last work tiles should be short. In each set, the last rows of the heads therefore come
+      first, because with a causal mask they have the most columns. Consecutive numbers belong to
+      different heads.
     """
     rows_of_tile, of_tile, pair_bytes = (
         spec.head_rows,

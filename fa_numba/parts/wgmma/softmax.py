@@ -100,14 +100,18 @@ def make_maxima(spec):
     """Make ``maxima(rS, scale, rm, rl, rf)``, the first half of a step of the online softmax.
 
     Before the call, rS holds the scores of a tile, and rm and rl hold m and l of the columns
-    before. The function returns whether a row of any lane of the warp has a new maximum. In this
-    case, rm holds the new m after the call, rf the factor f = exp(m_old - m_new), by which O must
-    be multiplied, and rl holds f l. Otherwise rm, rl and rf stay as they are, and O must not be
-    multiplied.
+    before. The function returns whether the maximum of a row has changed in any lane of the warp.
+    If the result is true, three register arrays are changed:
+
+    - rm holds the new m.
+    - rf holds the factor f = exp(m_old - m_new), by which O must be multiplied.
+    - rl holds f l.
+
+    If the result is false, rm, rl and rf are unchanged, and O must not be multiplied.
 
     Each row has several running maxima, which are combined at the end, so that few instructions
-    wait for the one before. ``scale`` is used only if ``spec.folds_scale`` is true. m is smaller
-    than the largest score by ``spec.p_exponent``.
+    wait for the one before. ``scale`` is used only if ``spec.folds_scale`` is true. If
+    ``spec.p_exponent`` is not 0, it is subtracted from the maximum of the tile.
     """
     TM, TN, TX, folds = spec.TM, spec.TN, spec.tx_count, spec.folds_scale
     CHAINS = math.gcd(MOST_CHAINS, TN)
@@ -154,8 +158,9 @@ def make_maxima(spec):
 
 @device_function
 def shift_of(m):
-    """Return what is subtracted from the scores of a row with the maximum m: m, or 0 if m is -inf,
-    because -inf - -inf would be NaN.
+    """Return the number that is subtracted from the scores of a row with the maximum m.
+
+    Normally it is m. If m is -inf, it is 0, because -inf - -inf would be NaN.
     """
     shift = m
     if m == NEG_INF:
