@@ -110,10 +110,10 @@ def key(row: Row) -> Key:
 
 
 def predicted(rows: Sequence[Row]) -> dict[Key, dict[str, float]]:
-    """Return the model's DRAM bytes as {call: {place: bytes}}.
+    """Return the model's DRAM bytes as {call: {GPU or size of L2: bytes}}.
 
-    The key of a call is the result of `key`. A place is a GPU such as "H200", or a size of L2 such
-    as "40 MiB".
+    The key of a call is the result of `key`. The inner key is the name of a GPU, such as "H200", or
+    the size of L2, such as "40 MiB".
     """
     return nested(rows, key, "place", experiment=NAME, metric="dram")
 
@@ -231,9 +231,10 @@ def _over_size(ax: Any, found: dict[Key, dict[str, float]], known: dict[Key, flo
 
 
 def sizes_of(places: dict[str, float]) -> dict[int, float]:
-    """Return the bytes by size of L2, as {MiB: bytes}, from {place: bytes} of one call.
+    """Return the DRAM bytes of one call by size of L2, as {MiB: bytes}.
 
-    Places that are GPUs are left out.
+    The argument `places` maps the name of a GPU, or the size of L2, to bytes. Entries for GPUs are
+    left out.
     """
     found = {int(p.removesuffix(" MiB")): v for p, v in places.items() if p.endswith(" MiB")}
     return dict(sorted(found.items()))

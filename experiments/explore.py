@@ -31,8 +31,8 @@ SEQLENS, HEAD_DIMS, BLOCKS, WINDOWS = (64, 128, 256), (16, 32), (16, 32, 64), (0
 def traced(N: int, d: int, Br: int, Bc: int, window: int, on: str) -> bool:
     """Return whether the experiment records the trace of a call with these sizes.
 
-    `on` is the unit ("simt", "mma" or "wgmma"). Calls with many tiles are not recorded, because
-    their traces are long. Of the other calls, only some combinations of sizes are recorded.
+    `on` is the unit ("simt", "mma" or "wgmma"). The experiment records a selection of calls, so
+    that the stored traces stay short: calls with few tiles, and windows at some sizes only.
     """
     tiles = N // Br * (N // Bc)
     if on == "wgmma":

@@ -125,11 +125,17 @@ def _vector() -> Problem:
 
 @cache
 def make_rescaling() -> Kernel:
-    """Return the kernel that rescales O as FlashAttention-4 does. A thread has a row of Q.
+    """Return a kernel whose accesses to O count the rescalings of FlashAttention-4.
 
-    The argument tops: (tiles, rows) contains the largest score of each tile and row, in powers of
-    2. O: (rows,) stands for all elements of the rows of O. A warp loads and stores O if a row's
-    maximum grows by more than the argument threshold.
+    The kernel has one thread for each row of Q, and computes only the part of the softmax that
+    rescales O. All threads of a warp rescale O if the maximum of a row of the warp grows by more
+    than a threshold.
+
+    | argument | meaning |
+    |---|---|
+    | tops | shape (tiles, rows): the largest score of each tile and row, in units of log2 |
+    | O | shape (rows,): one element in place of each row of O |
+    | threshold | the threshold, in units of log2 |
     """
 
     def rescale(tops, O, threshold):
@@ -149,9 +155,10 @@ def make_rescaling() -> Kernel:
 
 
 def tops(N: int, deviation: float) -> np.ndarray:
-    """Return the largest score of each column tile and row, shape (tiles, rows), in powers of 2.
+    """Return the largest score of each column tile and row, shape (tiles, rows).
 
-    Q and K are normal random numbers. The scores have the given standard deviation.
+    Q and K are normal random numbers. The scores have the given standard deviation. The returned
+    numbers are divided by log(2), so that the softmax can compute powers of 2.
     """
     rng = np.random.default_rng([SEED, N])
     q, k = (rng.standard_normal((size, HEAD_DIM), np.float32) for size in (ROWS, N))
@@ -170,12 +177,19 @@ def _rescalings(N: int, deviation: int, series: str) -> Iterator[Row]:
 
 
 def possible(row: Row) -> int:
-    """Return how often the warps of a row's call visit a tile after their first tile."""
+    """Return the largest possible number of rescalings in the call of a row of data.
+
+    A warp can rescale O at each column tile except its first column tile.
+    """
     return row.seqlen_q // WARP * (row.seqlen_k // TILE - 1)
 
 
 def shares(rows: Sequence[Row]) -> dict[str, dict[tuple[int, int], float]]:
-    """Return {series: {(deviation, N): rescalings / visits of tiles}}."""
+    """Return the share of possible rescalings that happen, as {series: {(deviation, N): share}}.
+
+    The deviation is the standard deviation of the scores. The number of possible rescalings is the
+    result of `possible`.
+    """
     found: dict[str, dict[tuple[int, int], float]] = {}
     for row in select(rows, metric="rescalings"):
         at = deviation(row), row.seqlen_k

@@ -219,15 +219,16 @@ def _timed(series: str, lengths: Sequence[int], machine: str) -> Iterator[Row]:
 def _generated(
     series: str, dtype: str, lengths: Sequence[int]
 ) -> tuple[dict[tuple[str, int], list[float]], int, str]:
-    """Generate text on the GPU with a cache, and compare it with the model without a cache.
+    """Generate text on the GPU with a K/V cache, and check it by the model without a cache.
 
-    The last WINDOW characters before each length in `lengths` are timed. To time them without a
-    cache, they are generated again. To compare, one call of the model without a cache computes the
-    likeliest next character after each beginning of the text. Return three values:
+    Return three values:
 
-    - {(CACHE or WHOLE, length): times of the timed characters in milliseconds},
-    - the number of characters of the text that are not the likeliest character without a cache,
-    - the beginning of the first text.
+    - The times of characters in milliseconds, as {(CACHE or WHOLE, length): times}. For each length
+      in `lengths`, the last WINDOW characters before this length are timed, once with a cache
+      (CACHE). Then they are generated and timed again without a cache (WHOLE).
+    - The number of characters that the model without a cache would have chosen differently. One
+      call without a cache computes the likeliest next character at every position of the text.
+    - The beginning of the first text.
     """
     trained, text = model(), learned()
 

@@ -73,7 +73,7 @@ def _row(
 def host_ms(run: Callable[[], Any], rounds: int) -> list[float]:
     """Return the milliseconds that each call takes to return, without waiting for the GPU.
 
-    There are `rounds` rounds with CALLS calls each. The GPU is waited for before each round.
+    There are `rounds` rounds with CALLS calls each. Before each round, the host waits for the GPU.
     """
     for _ in range(WARMUP):
         run()

@@ -84,9 +84,10 @@ ABOUT = (
 
 
 def _over_d(rows: Sequence[Row], source: str) -> list[Row]:
-    """Return the rows of one source at the sequence length with the most head dimensions.
+    """Return the rows of one source, such as "model", at a single sequence length.
 
-    Of closed forms, only rows in elements are returned.
+    The sequence length is the one for which there are rows with the most head dimensions. Rows of
+    closed forms (source "model") whose unit is bytes are left out.
     """
     mine = [r for r in rows if r.source == source and not r.failed]
     mine = [r for r in mine if source != "model" or r.unit == "elements"]

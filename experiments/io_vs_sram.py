@@ -92,9 +92,11 @@ def memory(row: Row) -> int:
 
 
 def above_d2(N: int) -> tuple[float, float]:
-    """Return the range of M above d^2 to which FA-1's exponent is fitted, for sequence length N.
+    """Return the range of M, as (low, high), in which FA-1's exponent above d^2 is fitted.
 
-    From M = N d / 2 on, line 1's tiles have N / 2 columns or more, and M hardly changes accesses.
+    M is the on-chip memory in floats, and N is the sequence length. The range begins at M = d^2. It
+    ends at M = N d / 2. There, line 1 of FA-1's Algorithm 1 gives tiles of N / 8 columns, so that
+    FA-1 makes 8 passes over the rows of Q.
     """
     return HEAD_DIM**2, N * HEAD_DIM / 2
 
@@ -108,8 +110,10 @@ def fits(setting: Setting, M: int) -> bool:
 def at(problem: Problem, M: int, pass_: str = "fwd") -> list[Setting]:
     """Return the calls of both loop orders for an on-chip memory of M floats.
 
-    There are calls with line 1's tiles in both passes. In the forward pass there are also calls
-    with the planner's tiles, if these fit into M floats and line 1's tiles have at least 8 columns.
+    There is a call of each loop order with the tiles that line 1 of the paper's algorithm gives for
+    M. In the forward pass, there is also a call with the tiles that fa_numba's planner chooses.
+    This call is left out if its shared memory is larger than M floats, or if M is so small that the
+    tiles of line 1 have fewer than 8 columns.
     """
     by_rule = [scaling.ruled(name, problem, M, f"M={M}", pass_) for name in RULED]
     if pass_ == "bwd":
@@ -158,7 +162,10 @@ def _closed_forms(problem: Problem, M: int, pass_: str = "fwd") -> Iterator[Row]
 
 
 def _large(rows: Sequence[Row]) -> list[Row]:
-    """Return the closed forms for the longest sequence that has published bounds, over all M."""
+    """Return the rows of accesses by closed forms at a single sequence length, for all M.
+
+    It is the longest sequence length for which `rows` also contains the published bounds.
+    """
     models = [row for row in rows if row.source == "model" and row.unit == "elements"]
     bounds = [row.seqlen_q for row in models if row.series in ("theta-flash", BACKWARD_BOUND)]
     return [row for row in models if row.seqlen_q == max(bounds, default=0)]

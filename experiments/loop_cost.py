@@ -92,14 +92,15 @@ def step_of(series: str) -> str:
 def beside_products(step: str, problem: Problem, tiles: Any) -> int:
     """Return the number of operations on S and O in a forward step, without matrix products.
 
-    Each visited tile of S takes 5 Br Bc operations: scaling, row maxima, differences, exponentials
-    and row sums. Multiplying the rows of a tile of O by one number each takes Br d operations. How
-    often O is multiplied depends on the step:
+    `step` is a step from FA-1 to FA-2, such as "fa1-splits". Each visited tile of S takes 5 Br Bc
+    operations: scaling, row maxima, differences, exponentials and row sums. In addition, the rows
+    of O are multiplied by factors. One factor for a tile takes Br d operations:
 
-        FA-1            3 times per tile: l, e^(m_old - m_new) and 1 / l (Algorithm 1 line 12)
-        all other steps once per tile: e^(m_old - m_new); once at the end: 1 / l (FA-2 line 12)
-
-    "All other steps" are FA-2, and FA-1 with O not normalised between passes.
+    | step | factors for each visited tile | factors at the end |
+    |---|---|---|
+    | FA-1 (Algorithm 1 line 12) | l, e^(m_old - m_new) and 1 / l | none |
+    | FA-1 without normalising O between passes | e^(m_old - m_new) | 1 / l |
+    | FA-2 (line 12) | e^(m_old - m_new) | 1 / l |
     """
     algorithm = step.split("-")[0]
     rows = problem.batch * problem.heads_q * problem.seqlen_q
@@ -167,8 +168,8 @@ def factors(found: Steps) -> dict[str, float | None]:
         total = splits x order x tiles
         order = instructions x waiting x rest
 
-    If FA-1 was measured at FA-2's tiles too, `tiles` is FA-1's gain by these tiles. `total` then
-    starts from FA-1 with its own tiles.
+    In the forward pass on wgmma, FA-1 is measured with its own tiles and with FA-2's tiles. `tiles`
+    is then FA-1's gain by FA-2's tiles. `total` is FA-2's gain over FA-1 with FA-1's own tiles.
     """
 
     def number(step: str, metric: str) -> float | None:
@@ -193,12 +194,13 @@ def factors(found: Steps) -> dict[str, float | None]:
 def configurations(
     problem: Problem, multiprocessors: int, passes: str, on: str
 ) -> list[variants.Variant]:
-    """Return the steps that have kernels on the unit `on`, for one problem and pass.
+    """Return the calls of the steps that have kernels on the unit `on`, for one problem and pass.
 
-    Except for the last step, FA-2 has FA-1's tiles. In the forward pass on "wgmma", FA-1 runs with
-    its own tiles first, and then with FA-2's tiles. All later steps then have FA-2's tiles. A step
-    that makes the same call as an earlier item of the list is not measured. The rows of the earlier
-    item are copied instead.
+    The steps of FA-1 have the tiles that the planner chooses for FA-1. The steps of FA-2 have these
+    tiles too, except the step "fa2", which has FA-2's own tiles. The forward pass on "wgmma"
+    differs: there, all steps have FA-2's tiles, and a further step, "fa1-own", is FA-1 with FA-1's
+    own tiles. Two steps may make the same call. Only the first of them is measured, and its rows
+    are copied for the other.
     """
     fa1, fa2, at_fa1 = (series_of(step, on) for step in ("fa1", "fa2", "fa2-fa1-tiles"))
     k_outer, q_outer = (plan(series, problem, passes=passes).tiles for series in (fa1, fa2))

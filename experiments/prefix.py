@@ -181,7 +181,10 @@ def _modelled(series: str, problem: Problem, sizes: Sequence[int]) -> Iterator[R
 
 
 def _counted(series: str, sequences: int, prefix: int) -> Iterator[Row]:
-    """Yield the bytes and the error of one small decoding step on the emulator, for both ways."""
+    """Yield the bytes and the error of one small decoding step on the emulator.
+
+    The step runs twice: the prefix is read once for all sequences, or by each sequence.
+    """
     problem = step(sequences, prefix, SMALL, COUNTED[series])
     host = tuple(x.astype(problem.dtype) for x in arrays(problem, SMALL, Inputs()))
     q, first_k, first_v, k, v = host
@@ -308,7 +311,10 @@ def _range(by: dict[int, dict[int, float]]) -> str:
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
-    """Return the table of bytes and times of both ways, or None without rows."""
+    """Return the table of bytes and times, or None without rows.
+
+    The table compares reading the prefix once for all sequences with reading it by each sequence.
+    """
     moved = by_way(rows, TIMED[0], "traffic")
     timed = {series: by_way(rows, series, "time") for series in TIMED}
     timed = {series: by for series, by in timed.items() if by}

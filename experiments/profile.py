@@ -163,9 +163,11 @@ Pair = tuple[float | None, float | None]  # measured, counted
 
 
 def pairs(rows: Sequence[Row]) -> dict[tuple[Place, str], Pair]:
-    """Return (measured, counted) numbers by ((series, pass), counter).
+    """Return what the GPU and the emulator counted, for each kernel and counter.
 
-    Both numbers are for the same tiles. A missing number is None.
+    The result is {((series, pass), counter): (measured number, counted number)}. The GPU's profiler
+    gives the measured number, and the emulator gives the counted number. Both are for calls with
+    the same tiles. A missing number is None.
     """
     numbers: dict[tuple[Any, ...], float | None] = {
         (r.series, r.pass_, r.metric, r.Br, r.Bc, r.source): r.value
@@ -180,7 +182,10 @@ def pairs(rows: Sequence[Row]) -> dict[tuple[Place, str], Pair]:
 
 
 def places(of: dict[tuple[Place, str], Pair]) -> list[Place]:
-    """Return the (series, pass) in a result of `pairs`, in the order of FORWARD and BACKWARD."""
+    """Return the kernels that occur in a result of `pairs`, each as (series, pass).
+
+    They are in the order of the constants FORWARD and BACKWARD.
+    """
     order = [*((name, "fwd") for name in FORWARD), *((name, "bwd") for name in BACKWARD)]
     return [place for place in order if any(place == at for at, _ in of)]
 

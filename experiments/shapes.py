@@ -255,13 +255,17 @@ def plan_options(pass_: str, point: Point) -> dict[str, Any]:
 
 
 def shorter(problem: Problem) -> Problem:
-    """Return a shorter problem with one K/V head, whose result is checked instead.
+    """Return a shorter problem whose result is checked in place of a long problem's result.
 
-    If the sequences are packed, only the sequences with at most LONGEST / 2 rows are kept.
-    Otherwise the shorter problem has one batch entry, and a window of at most WIDEST columns to the
-    left. A sequence length above LONGEST is then replaced by LONGEST / 2 plus the remainder of the
-    length modulo LONGEST / 2. The remainder is kept because lengths that no tile size divides are a
-    case to check.
+    The shorter problem has one K/V head. Its other sizes are:
+
+    | problem | sizes of the shorter problem |
+    |---|---|
+    | packed sequences | only the sequences with at most LONGEST / 2 rows |
+    | not packed | one batch entry, and at most WIDEST columns of a window to the left |
+    | not packed, length N above LONGEST | length LONGEST / 2 + N modulo (LONGEST / 2) |
+
+    The remainder of N stays, because lengths that no tile size divides are a case to check.
     """
     half = LONGEST // 2
     if problem.packed:

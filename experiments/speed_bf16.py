@@ -75,10 +75,12 @@ def _farthest(rows: Sequence[Row]) -> tuple[Any, float, str]:
 
     - the call, as a key of `_at`,
     - the ratio: the speed in bf16 / the speed in fp16,
-    - a text with the range of the fp16 speeds from p20 to p80 in TFLOP/s, such as "300 to 320".
+    - a text about the repeated measurements in fp16: their range of speeds from p20 to p80, in
+      TFLOP/s, such as "300 to 320".
 
-    The text is empty if the speed in bf16 is outside of this range by more than the share NEAR, or
-    if p20 and p80 are equal.
+    The text is for ratios that the spread of the measurements explains: the speed in bf16 is in
+    this range, or outside of it by at most the share NEAR. For other ratios, and if p20 and p80 are
+    equal, the text is empty.
     """
     of = _at(rows)
     place = max(of, key=lambda at: abs(math.log(of[at][0].number / of[at][1].number)))

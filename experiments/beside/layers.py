@@ -24,7 +24,11 @@ class Model(NamedTuple):
     decodes: bool = False
 
     def problem(self, N: int) -> Problem:
-        """Return the attention of a layer for N tokens, or for one token and N - 1 before it."""
+        """Return the attention problem of a layer with N keys.
+
+        If the model decodes, there is one query row, for the last of N tokens. Otherwise there are
+        N query rows.
+        """
         rows, d = 1 if self.decodes else N, self.hidden // self.heads
         return Problem(1, self.heads, self.heads, rows, N, d, causal=self.causal, dtype="float16")
 

@@ -111,7 +111,12 @@ class Decoder:
         self.cache = torch.empty(shape, device=device, dtype=kind).normal_(0, 1, generator=rng)
 
     def step(self, token: Any, keys: int, attend: Callable[[Any, Any, Any], Any]) -> Any:
-        """Return the next token, a tensor (1,), with `keys` keys including the token's own."""
+        """Compute one step of decoding, and return the next token, a tensor (1,).
+
+        `token` is the last token so far. The step writes its key and value to position `keys - 1`
+        of the cache, and attends to the first `keys` positions. `attend` computes attention from q,
+        k and v.
+        """
         of, x = self.sizes, self.embedding[token]
         kv = of.heads_k * of.head_dim
         for w, (k_cache, v_cache) in zip(self.layers, self.cache, strict=True):

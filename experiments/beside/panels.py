@@ -140,16 +140,17 @@ class Panel:
     def baked(self) -> dict[str, Any]:
         """Return all answers of the panel in a compact form, as {key: [inputs, values, codes]}.
 
-        A key is a key of the answers, such as "fa1.total".
+        An answer is a dictionary of numbers and texts. A key is one of its keys, such as
+        "fa1.total".
 
         | entry | meaning |
         |---|---|
         | inputs | positions in `axes`, from 0, of the inputs on which the key's value depends |
         | values | list of the different values of the key |
-        | codes | for each combination of the inputs, an index into `values`; -1: no value |
+        | codes | for each combination of these inputs, an index into `values` |
 
-        In `codes`, the first of `inputs` varies slowest. Some answers may lack a key. For such an
-        answer, the code is -1 or the code of another answer.
+        In `codes`, the first of `inputs` varies slowest. An answer may not contain the key. Its
+        code is then -1, or any code that makes `codes` smaller, and must not be used.
         """
         sizes = [len(axis.values) for axis in self.axes.values()]
         states = itertools.product(*(axis.values for axis in self.axes.values()))

@@ -175,9 +175,9 @@ def _ratios(paper: str, panels: Panels, gpu: str, what: str) -> Any:
 def _curve(bar: Bar, theirs: Sequence[Mapping[str, str]], here: Sequence[Row]) -> Curve:
     """Return the speeds that a bar shows in one panel, as {N: TFLOP/s}.
 
-    The bar of a published method shows speeds from `theirs`, the panel's lines of published.csv.
-    A bar of ours shows speeds from `here`, our rows for the panel. If the bar has several series,
-    the largest speed at each N is returned.
+    If the bar is for a published method, the speeds are from `theirs`: the lines of published.csv
+    for the panel. If the bar is for our series, the speeds are from `here`: our rows for the panel.
+    For several series, the largest speed at each N is returned.
     """
     if bar.method:
         return {int(x["seqlen"]): float(x["value"]) for x in theirs if x["method"] == bar.method}

@@ -134,10 +134,13 @@ def counted(counts: Counts) -> dict[str, int]:
 def chosen(known: set[str] | None) -> dict[str, str]:
     """Return the counters that exist on the GPU, as {our name: Nsight Compute's name}.
 
-    `known` contains Nsight Compute's list of the GPU's counters, without suffixes such as ".sum".
-    None: there is no list, and all counters are assumed to exist. Some versions list no counter
-    with "sass" in its name, although such counters exist (see `_sass`). All counters are assumed to
-    exist then too.
+    `known` contains the names that Nsight Compute lists for the GPU, without suffixes such as
+    ".sum". A counter exists if its name is in `known`. In two cases, all counters are assumed to
+    exist:
+
+    - `known` is None: Nsight Compute gave no list.
+    - `known` contains no name with "sass". The list is then incomplete, because some versions of
+      Nsight Compute do not list these counters (see `_sass`).
     """
     if known is not None and not any("__sass_" in name for name in known):
         known = None

@@ -201,7 +201,11 @@ def _call(torch: Any, device: str, longer: int = 1) -> None:
 
 
 def _with_fault(fault: str, call: Callable[..., None], rank: int, ranks: int) -> str | None:
-    """Make the call with the fault. Return text that names the slow rank, if there is one."""
+    """Do what this rank does under a fault: make the call, or fail in the way of the fault.
+
+    The last rank fails. The other ranks make the call. For the fault "slow", return text that names
+    the slow rank. Otherwise return None.
+    """
     victim = rank == ranks - 1
     if fault == "interrupted":
         while True:

@@ -41,9 +41,10 @@ SLOW, NOTED = 1.2, 2.0  # seconds below NOTED are not compared
 class Task:
     """One call to time: a series, and a problem of `seqlen` rows in total over all ranks.
 
-    `causal` and `pass_` complete the problem. The call is timed `repeats` times on `ranks` GPUs. If
-    the series is LINK or MERGE, the link or the kernel that merges results is timed instead. A
-    profiled task is not timed. A profiler records its kernels and copies instead.
+    `causal` says whether the mask is causal, and `pass_` is "fwd" or "fwd+bwd". The call is timed
+    `repeats` times on `ranks` GPUs. If the series is LINK, the link between the GPUs is timed
+    instead of a call. If the series is MERGE, the kernel that merges results is timed. If
+    `profiled` is true, nothing is timed: a profiler records the kernels and copies of the call.
     """
 
     series: str
@@ -533,11 +534,16 @@ def _float64(torch: Any, whole: Sequence[Any], causal: bool, pass_: str) -> tupl
 
 
 def _all_to_all(torch: Any) -> Any:
-    """Return DeepSpeed-Ulysses' exchange (arXiv 2309.14509) as an autograd function (x, to_heads).
+    """Return the function ``exchange(x, to_heads)`` of DeepSpeed-Ulysses (arXiv 2309.14509).
 
-    If `to_heads` is true, ranks that have some rows of all heads get all rows of some heads. If it
-    is false, the exchange goes the other way. Each direction is the gradient of the other
-    direction.
+    The function sends parts of a tensor between all ranks, and torch can differentiate it.
+
+    | `to_heads` | x on each rank | result on each rank |
+    |---|---|---|
+    | True | some rows of all heads | all rows of some heads |
+    | False | all rows of some heads | some rows of all heads |
+
+    The gradient of one direction is the exchange in the other direction.
     """
     dist = torch.distributed
 

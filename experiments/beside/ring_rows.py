@@ -166,8 +166,9 @@ def sent_bytes(problem: Problem, ranks: int, series: str, pass_: str) -> int:
 def over(rows: Sequence[Row], ranks: int) -> list[Row]:
     """Return the measured rows of calls on `ranks` GPUs, and the rows of calls on one GPU alone.
 
-    Calls on one GPU alone may have been measured in several runs, with different numbers of GPUs.
-    The rows of these runs are sorted, and the run with most GPUs comes last.
+    A run on several GPUs also measures calls on one GPU alone. There may be several such runs, with
+    2 and with 4 GPUs for example. The rows of calls on one GPU come first. They are sorted by the
+    number of GPUs of their run, in ascending order.
     """
     mine = [row for row in rows if row.source == "measured"]
     alone = sorted((row for row in mine if row.series == ONE), key=ranks_of)

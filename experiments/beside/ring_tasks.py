@@ -52,8 +52,8 @@ def tasks(options: Options, gpus: int) -> list[Task]:
     """Return the calls to time, the most important call first.
 
     Lengths that cannot be divided evenly among the GPUs are left out. Calls that would take minutes
-    or too much memory are left out too. The calls on one GPU alone are in the group of the largest
-    number of GPUs.
+    or too much memory are left out too. A call on one GPU alone occurs once, as a task with `ranks`
+    equal to `gpus`.
     """
     lengths = SEQLENS[:1] if options.quick else SEQLENS
     halves = () if options.quick else (SHORTEST, *(N // 2 for N in lengths))
@@ -128,11 +128,12 @@ def _named(row: Row) -> tuple[object, ...]:
 
 
 def _names(task: Task) -> set[tuple[object, ...]]:
-    """Return identifiers of rows. If a row with one of them is stored, the task has been measured.
+    """Return the identifiers of the rows that a task would give.
 
-    An identifier is a tuple that `_named` returns for a row. Usually a task has one identifier. A
-    task of one GPU alone has an identifier for each number of ranks that a run may have, because
-    its time does not depend on the number of ranks.
+    An identifier is a tuple that `_named` returns for a row. If a stored row has one of the
+    returned identifiers, the task has been measured. Usually there is one identifier. For a call on
+    one GPU alone there are several, one for each number of ranks that a run may have. The time of
+    such a call does not depend on the number of ranks, so a row of any run is enough.
     """
     metric = "hidden_copies" if task.profiled else "time"
     ranks = {*SIZES, task.ranks} if task.series == ONE else {task.ranks}

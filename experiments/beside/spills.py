@@ -53,13 +53,20 @@ GIVEN: dict[str, dict[str, Any]] = {
 def calls(row: dict[str, str]) -> Iterator[tuple[int, tuple[str, ...]]]:
     """Yield the calls for a row of the table, as (head dimension, names of options in GIVEN).
 
-    The row is valid for head dimensions from its column `first` to its column `last`. If `last` is
-    a number in DIMENSIONS, the calls have each head dimension in DIMENSIONS within this range.
-    Otherwise the calls have head dimension 64.
+    The columns of the row decide which head dimensions the calls have:
 
-    There are calls with a causal mask and calls without a mask. Rows for the option "window" or
-    with "no mask" in the column `beside` have no calls with a causal mask. Rows with "one chunk" in
-    the column `beside` have only calls with a causal mask.
+    | column `last` | head dimensions of the calls |
+    |---|---|
+    | a number in DIMENSIONS | all numbers in DIMENSIONS from `first` to `last` |
+    | another number | 64 |
+
+    They also decide which masks the calls have:
+
+    | row | masks of the calls |
+    |---|---|
+    | option "window", or "no mask" in the column `beside` | none |
+    | "one chunk" in the column `beside` | causal |
+    | any other row | none, and causal |
     """
     option, beside = row["option"], row["beside"]
     last = int(row["last"])

@@ -54,9 +54,10 @@ def planned(
 
 
 def sizes(tiles: fa_numba.Tiles, blocks: Any = None) -> dict[str, Any]:
-    """Return the option that gives a call its tiles, as {name: value}.
+    """Return the option of a call that decides the tile sizes, as {name: value}.
 
-    The option is the block mask `blocks` if there is one, else `tiles`.
+    Without a block mask, it is {"tiles": `tiles`}. With a block mask, it is {"block_mask":
+    `blocks`}: the blocks of the mask are the tiles.
     """
     return {"tiles": tiles} if blocks is None else {"block_mask": blocks}
 

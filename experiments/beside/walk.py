@@ -59,9 +59,13 @@ def fa1(
     """Yield the accesses of FA-1's thread block in order.
 
     `seen` contains the column tiles that each row tile sees, and `Tc` is the number of column
-    tiles. `element` is the number of bytes of an element of Q, K, V and O. If
-    `starts_in_first_pass` is false, the kernel first stores O = 0, l = 0 and m = -inf. In 16 bits,
-    O is stored as a float32 sum until the last visit of a row tile.
+    tiles. `element` is the number of bytes of an element of Q, K, V and O. In 16 bits, O is stored
+    as a float32 sum until the last visit of a row tile.
+
+    | `starts_in_first_pass` | how O, l and m get their first values |
+    |---|---|
+    | False | the kernel first stores O = 0, l = 0 and m = -inf in global memory |
+    | True | the first pass over the rows computes them without loading them |
     """
     if not starts_in_first_pass:  # line 2: O = 0, l = 0, m = -inf
         for i in range(len(seen)):

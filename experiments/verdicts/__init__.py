@@ -4,7 +4,7 @@ A question asks whether our numbers agree with a published figure or with a clai
 verdict. The modules are:
 
 - rule.py: the rule that turns points (pairs of our number and a published number) into a verdict
-- evidence.py: quantities, which are numbers by place, made from stored rows
+- evidence.py: quantities, which are numbers by sizes and other columns, made from stored rows
 - questions.py: questions, and the tables of questions; questions.csv contains their texts
 - paper_figures.py, claims.py: for each question, our quantity and the published quantity
 - artefact.py: the table with which other people can check the main claims

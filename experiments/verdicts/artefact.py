@@ -48,11 +48,11 @@ class Line:
 
 
 def _over_units(ratio: Callable[[str, str, str], Quantity]) -> Callable[[Evidence], Numbers]:
-    """Return a function that computes a ratio of FA-1 to FA-2 on every unit.
+    """Return a function that computes ratios of FA-1 to FA-2 from stored rows, on every unit.
 
-    `ratio` takes three series on one unit: FA-1, FA-1 with query splits, and FA-2. It returns the
-    ratio on this unit as a `Quantity`. The returned function takes the stored rows, and returns the
-    ratios on all units as {(unit, *place): ratio}.
+    The argument `ratio` defines the ratio on one unit: it takes three series (FA-1, FA-1 with query
+    splits, and FA-2), and returns a `Quantity`. The returned function takes the stored rows. It
+    returns {(unit, further values such as the sequence length): ratio}.
     """
 
     def find(found: Evidence) -> Numbers:

@@ -107,7 +107,9 @@ def growth(series: str, source: str) -> Quantity:
 def wide_over_narrow(**how: Any) -> Quantity:
     """Return a number of FA-2's calls at d=128, divided by the same number at d=64.
 
-    The number is the time, unless the fields `how` of the rows contain another metric.
+    The rows are rows of times. The number is the time, unless `how` contains the entry "value": a
+    function that computes another number from a row, such as the tile size. Other entries of `how`
+    are columns that select rows, such as `pass_`.
     """
     calls = partial(rows, "speed_fp16", "causal", "seqlen_q", series="fa2-mma",
                     metric="time", **how)  # fmt: skip
@@ -190,10 +192,14 @@ def gain(fused: str, pass_: str) -> Quantity:
 
 
 def won(lengths: str) -> Pairs:
-    """Return the times of unfused attention / the times of fused attention, and C9's bounds.
+    """Return ratios of times, unfused / fused attention, and the bounds that claim C9 allows.
 
-    `lengths` is "short" (N below 1024: no gain, up to 1.15) or "long" (N from 2048 on: a gain).
-    From 1024 to 2047 the claim allows any number.
+    | `lengths` | sequence lengths | ratios that the claim allows |
+    |---|---|---|
+    | "short" | below 1024 | at most 1.15: no gain |
+    | "long" | from 2048 on | at least 1: a gain |
+
+    The claim says nothing about lengths from 1024 to 2047.
     """
     by = ("dtype", "head_dim", "batch", "pass_", "seqlen_q")
     times = partial(rows, "crossover", *by, causal=False, **TIMES)
@@ -210,9 +216,9 @@ def won(lengths: str) -> Pairs:
 
 
 def over(standard: str, causal: bool) -> Pair:
-    """Return FA-2's speed / standard attention's speed at long sequences, and the claim's range.
+    """Return FA-2's speed / standard attention's speed, and the range that a claim gives for it.
 
-    `standard` is the series of standard attention.
+    The speeds are those of long sequences in fp16. `standard` is the series of standard attention.
     """
     calls = partial(rows, "speed_fp16", "pass_", *AT, metric="speed", pass_=("fwd", "fwd+bwd"),
                     seqlen_q=(4096, 8192, 16384), head_dim=(64, 128), causal=causal)  # fmt: skip
@@ -231,11 +237,12 @@ def accesses(series: str) -> Quantity:
 
 
 def growth_of_accesses(order: str, one: bool) -> Quantity:
-    """Return the accesses at each N, divided by those at N / 2, by head dimension and length.
+    """Return how accesses grow when the sequence length doubles: accesses at N / accesses at N/2.
 
-    If `one` is true, only lengths of at most one tile of the outer loop are included, else only
-    longer ones. The outer loop of FA-1 runs over tiles of Bc keys, and that of FA-2 over tiles of
-    Br rows.
+    The accesses are closed forms. `order` is "FA-1" or "FA-2". The ratios are by head dimension and
+    N. The outer loop of FA-1 runs over tiles of Bc keys. The outer loop of FA-2 runs over tiles of
+    Br rows. If `one` is true, only ratios are returned whose N fits into one tile of the outer
+    loop. If it is false, only ratios with larger N are returned.
     """
     series, of = FLASH[order], attrgetter("Bc" if order == "FA-1" else "Br")
     tile = rows("io_vs_seqlen", "head_dim", "seqlen_q", series=series, fold=max,
@@ -244,9 +251,10 @@ def growth_of_accesses(order: str, one: bool) -> Quantity:
 
 
 def layers(series: str, part: str, metric: str) -> Quantity:
-    """Return the FLOPs or bytes of a part of a layer of each model, by length.
+    """Return the FLOPs or bytes of a part of a transformer layer, by model and sequence length.
 
-    The part "layer" is the complete layer. The step of decoding is left out.
+    `part` is one of LAYER_PARTS, such as "attention", or "layer" for the complete layer. `metric`
+    is "flops" or "traffic" (bytes). The models are ENCODERS, which compute all tokens at once.
     """
     parts = LAYER_PARTS if part == "layer" else (part,)
     notes = tuple(f"{name}: {each}" for name in ENCODERS for each in parts)
@@ -255,7 +263,7 @@ def layers(series: str, part: str, metric: str) -> Quantity:
 
 
 def flop_per_byte(series: str, part: str) -> Quantity:
-    """Return the FLOPs per byte of a part of a layer of each model, by length."""
+    """Return the FLOPs per byte of a part of a transformer layer, by model and sequence length."""
     return layers(series, part, "flops") / layers(series, part, "traffic")
 
 
@@ -289,13 +297,20 @@ def gain_of_unit(experiment: str, unit: str) -> Quantity:
 
 
 def beside_products(unit: str) -> Quantity:
-    """Return the operations beside the products: K/V outer / Q outer, forward, at equal tiles."""
+    """Return a ratio of operations other than matrix products: those of FA-1 / those of FA-2.
+
+    The operations are those of the forward pass on one unit, by closed forms. FA-1 has query
+    splits. Both loop orders have equal tiles.
+    """
     of = partial(rows, "loop_cost", "head_dim", metric="beside_products", pass_="fwd")
     return of(series=f"fa1-{unit}-splits") / of(series=f"fa2-{unit}-fa1-tiles")
 
 
 def in_regime(pass_: str, *lengths: int) -> Quantity:
-    """Return the speed of FA-2 / the speed of torch's unfused attention in fp16."""
+    """Return the speed of FA-2 on mma / the speed of torch's unfused attention, in fp16.
+
+    Only the sequence lengths `lengths` are included.
+    """
     return gain("fa2-mma", pass_).where(lambda d, causal, N: N in lengths)
 
 

@@ -1,10 +1,12 @@
 """Evidence for questions: stored rows, and quantities that are made from rows.
 
-A quantity maps places to numbers. A place is a tuple with the values of some columns, such as
-(64, 512) for the head dimension and the sequence length. The numbers of a quantity form several
-series. All places of one series are equal except for the last element of the tuple. For example,
-the numbers at (64, 512) and (64, 1024) are in one series, and the number at (128, 512) is in
-another series.
+A quantity is a dictionary {place: number} that is computed from stored rows. A place is a tuple
+with the values of some columns of the rows. For example, the place (64, 512) is the head dimension
+64 and the sequence length 512.
+
+The numbers of a quantity form several series. The last element of the place varies within a series,
+and the other elements are equal. For example, the numbers at (64, 512) and (64, 1024) are in one
+series, and the number at (128, 512) is in another series.
 """
 
 from __future__ import annotations
@@ -56,10 +58,11 @@ Curve = list[tuple[Place, float]]  # a series, sorted by the last part of the pl
 
 @dataclass(frozen=True)
 class Quantity:
-    """A rule that computes {place: number} from stored rows; see the docstring of the module.
+    """A rule that computes numbers from stored rows, as a dictionary {place: number}.
 
-    Quantities can be divided and subtracted. Numbers that were measured on a GPU keep the range of
-    their repeated measurements, as `rule.Measured`.
+    A place is a tuple with the values of some columns, such as (64, 512) for the head dimension and
+    the sequence length. Quantities can be divided and subtracted, place by place. A number that was
+    measured on a GPU is a `rule.Measured`, which contains the range of repeated measurements.
 
     Parameters
     ----------
@@ -79,18 +82,22 @@ class Quantity:
         return self._with(other, lambda a, b: a - b)
 
     def equal(self, wanted: float) -> Quantity:
-        """Return this quantity at the places at which its number is `wanted`."""
+        """Return this quantity without the numbers that differ from `wanted`."""
         return self._along(lambda curve: {p: v for p, v in curve if v == wanted})
 
     def only(self, other: Quantity) -> Quantity:
-        """Return this quantity without the places at which `other` has no number."""
+        """Return the numbers of this quantity for which `other` has a number with the same place.
+
+        A place is the key of a number: a tuple with the values of some columns.
+        """
         return self._with(other, lambda a, _: a)
 
     def _with(self, other: Quantity, made: Callable[[float, float], float]) -> Quantity:
-        """Return the quantity that `made` computes from two numbers at each common place.
+        """Combine this quantity with another quantity, place by place.
 
-        If `other` has only one number, and its place is the empty tuple, this number is used at
-        every place.
+        A place is the key of a number. At each place of both quantities, the result is
+        ``made(our number, other's number)``. If `other` has a single number without columns, at the
+        place (), this number is used at every place.
         """
 
         def find(data: Evidence) -> Numbers:
@@ -101,9 +108,10 @@ class Quantity:
         return Quantity(find, tuple(dict.fromkeys((*self.experiments, *other.experiments))))
 
     def where(self, holds: Callable[..., bool]) -> Quantity:
-        """Return this quantity at the places for which the function `holds` returns True.
+        """Return the numbers of this quantity whose place satisfies a condition.
 
-        `holds` takes the elements of a place as arguments, such as ``holds(64, 512)``.
+        A place is the key of a number, such as (64, 512). `holds` takes the elements of the place
+        as arguments, such as ``holds(64, 512)``, and returns whether the number is kept.
         """
         return self._along(lambda curve: {p: v for p, v in curve if holds(*p)})
 
@@ -111,24 +119,25 @@ class Quantity:
         """Return the numbers of each series, divided by one number of the same series.
 
         The divisor is the first number of the series if `at` is 0, and the last number if `at` is
-        -1. The place of the divisor is left out. The divisor's own range is not used: it would
-        widen the ranges of all numbers of the series alike.
+        -1. The divisor itself is not in the result. Numbers that were measured on a GPU have a
+        range. The range of the divisor is ignored: it would widen the ranges of all numbers of the
+        series by the same factor.
         """
         return self._along(lambda c: {p: v / float(c[at][1]) for p, v in c if p != c[at][0]})
 
     def steps(self) -> Quantity:
         """Return each number divided by the number before it in the same series.
 
-        The first place of each series is left out.
+        The first number of each series has no number before it, and is not in the result.
         """
         return self._along(lambda curve: {b[0]: b[1] / a[1] for a, b in pairwise(curve)})
 
     def power(self) -> Quantity:
-        """Return the exponent with which each series grows, fitted as in the tables.
+        """Return the exponent with which each series grows: its numbers are about c x^exponent.
 
-        The fit is `scaling.fit`: numbers proportional to x^exponent, where x is the last element of
-        a place, by least squares of the logarithms. The place of the exponent is the place of the
-        series without x. A series with fewer than three numbers has no exponent.
+        x is the last element of the place of a number, such as the sequence length. `scaling.fit`
+        fits the exponent by least squares of the logarithms. The key of an exponent is the place
+        without x. A series with fewer than three numbers has no exponent.
         """
 
         def made(curve: Curve) -> Numbers:
@@ -140,15 +149,16 @@ class Quantity:
     def most(self) -> Quantity:
         """Return the largest number of each series.
 
-        The place of the result is the place of the series without the last element.
+        The key of the result is the place of the numbers without the last element, which varies
+        within a series.
         """
         return self._along(lambda curve: {curve[0][0][:-1]: max(value for _, value in curve)})
 
     def _along(self, made: Callable[[Curve], Numbers]) -> Quantity:
-        """Return the quantity that `made` computes from each series.
+        """Return the quantity that a function computes from one series after the other.
 
-        `made` takes a series as a list of (place, number), sorted by place, and returns {place:
-        number}.
+        The function `made` takes a series as a list of (place, number), sorted by place. It returns
+        a dictionary {place: number}. The result of this method contains the numbers of all series.
         """
 
         def find(data: Evidence) -> Numbers:
@@ -166,7 +176,7 @@ By = str | Callable[[Any], Any]
 def rows(experiment: str, *by: By, value: Callable[[Row], float] = attrgetter("number"),
          fold: Callable[[Sequence[float]], float] = sum, none: float | None = None,
          **fields: Any) -> Quantity:  # fmt: skip
-    """Return the quantity that stored rows of an experiment give.
+    """Return the numbers of an experiment's stored rows, as a quantity {place: number}.
 
     Parameters
     ----------
@@ -222,7 +232,7 @@ _PUBLISHED = {"seqlen_q": "seqlen", "seqlen_k": "seqlen", "Bc": "block_c", "pass
 
 
 def paper(*by: By, **wanted: Any) -> Quantity:
-    """Return the quantity that a paper publishes.
+    """Return numbers that a paper publishes, as a quantity {place: number}.
 
     Parameters
     ----------

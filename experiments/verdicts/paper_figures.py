@@ -107,8 +107,9 @@ ABOVE_D2 = io_vs_sram.above_d2(io_vs_sram.SEQLEN)
 def exponents(pass_: str) -> Pairs:
     """Return the exponents with which FA-1's accesses grow, and the theorem's exponents.
 
-    The exponents of N, d and M are fitted to closed forms with the tiles of line 1. The ranges are
-    the ranges in the tables of `io_vs_head_dim` and `io_vs_sram`.
+    The exponents of N, d and M are fitted to closed forms. FA-1 has the tiles that line 1 of its
+    algorithm gives for an on-chip memory of M floats. The fits cover the same ranges of N, d and M
+    as the tables of `io_vs_head_dim` and `io_vs_sram`.
     """
     of = partial(rows, "io_vs_head_dim", series=LINE_1, pass_=pass_, **MODEL)
     lengths = of("seqlen_q", head_dim=io_vs_head_dim.OF_N, seqlen_q=io_vs_head_dim.SEQLENS)
@@ -122,10 +123,11 @@ def exponents(pass_: str) -> Pairs:
 
 
 def blocks_over_flash(pass_: str) -> Pairs:
-    """Return the accesses of square blocks / the accesses of FA-1, and the theorems' bounds.
+    """Return the accesses of standard attention / the accesses of FA-1, and the theorems' bounds.
 
-    For M below d^2, square blocks need at most as many accesses as FA-1. For larger M, FA-1 needs
-    at most as many accesses as square blocks.
+    Both are closed forms, for several sizes M of the on-chip memory. Standard attention multiplies
+    matrices in square blocks. By the theorems, standard attention needs at most as many accesses as
+    FA-1 if M is below d^2. From M = d^2 on, FA-1 needs at most as many accesses.
     """
     return {
         "square blocks / FA-1 at each M": (
@@ -213,17 +215,20 @@ def speed(series: str | tuple[str, ...], pass_: str) -> Quantity:
 
 
 def lead(ours: str, of: str, item: str, method: str, peer: str, pass_: str, series: Any) -> Pairs:
-    """Return our speed and the paper's speed, each divided by the speed of another kernel.
+    """Return two ratios to compare: how much faster one kernel is than another, ours and published.
+
+    Our ratio is the speed of `ours` / the speed of `series`. The published ratio is the speed of
+    `method` / the speed of `peer`, from a figure of a paper.
 
     | argument | meaning |
     |---|---|
-    | ours | our series |
+    | ours | our numerator: a series, such as "fa2-mma" |
     | of | the paper, such as "fa2" |
     | item | the figure of the paper, such as "Fig. 5" |
-    | method | the paper's method with which `ours` is compared |
-    | peer | the paper's other method |
+    | method | the paper's numerator, such as "FlashAttention-2" |
+    | peer | the paper's divisor, such as "PyTorch" |
     | pass_ | "fwd", "bwd" or "fwd+bwd" |
-    | series | our series, or several series, that `peer` is compared with |
+    | series | our divisor: a series, or several series of which the fastest counts |
     """
     bars = partial(paper, *AT, paper=of, item=item)
     label = "wgmma" if ours == "fa2-wgmma" else "FA-2"
@@ -234,9 +239,11 @@ def lead(ours: str, of: str, item: str, method: str, peer: str, pass_: str, seri
 
 
 def divisor(of: str, item: str, peer: str, pass_: str, series: Any) -> Pairs:
-    """Return the speed of our series and the speed that a paper's figure gives for `peer`.
+    """Return the speeds of the divisors of two ratios (`lead`), so that they can be compared.
 
-    The arguments are those of `lead`. The figure was measured on an H100.
+    The first speed is our speed of `series`. The second speed is the published speed of the kernel
+    `peer`, from the figure `item` of the paper `of`. The figure was measured on an H100. The ratios
+    of `lead` are comparable only if both speeds are about equal (see `Question.control`).
     """
     names = {"fa2": "FA-2", "fa3": "FA-3"}
     return {
@@ -283,9 +290,10 @@ for item, pass_, words in (("5", "fwd", (1.5, 2.0)), ("6", "bwd", (1.5, 1.75))):
 
 
 def rmse(over: str, under: str) -> Pair:
-    """Return the RMSE of one series / the RMSE of another series, and the FA-3 paper's ratio.
+    """Return two ratios of root mean square errors: ours, and the ratio in the FA-3 paper.
 
-    The inputs have outliers.
+    Our ratio is the error of the series `over` / the error of the series `under`, for inputs with
+    outliers. The FA-3 paper's ratio is standard attention / FlashAttention-2.
     """
     ours = partial(rows, "numerics", metric="rmse", dtype="float16", source="measured",
                    causal=False, place="outliers", seqlen_q=max(numerics.SEQLENS))  # fmt: skip
@@ -295,10 +303,10 @@ def rmse(over: str, under: str) -> Pair:
 
 
 def decoding(experiment: str, series: str, method: str, first: int, last: int) -> Pair:
-    """Return two quantities for one query row: our times and the published times.
+    """Return how decoding times grow with the number of keys: our times and published times.
 
-    Each time is divided by the time with `first` keys. Times with more than `last` keys are left
-    out.
+    The calls have one query row. Each time is divided by the time with `first` keys of the same
+    series. Times with more than `last` keys are left out.
     """
 
     def part(times: Quantity) -> Quantity:

@@ -115,7 +115,10 @@ class Question:
         return tuple(dict.fromkeys(name for each in every for name in each.experiments))
 
     def finding(self, evidence: Evidence) -> Finding:
-        """Return the answer of the evidence. The verdict is "not measured" if rows are missing."""
+        """Return the answer to the question by the stored rows in `evidence`.
+
+        If rows that the question needs are missing, the verdict is "not measured".
+        """
         try:
             points, beside = points_of(self.pairs, evidence), points_of(self.beside, evidence)
             differs = self.not_comparable or self._other_divisor(evidence)
@@ -171,9 +174,11 @@ class Question:
 
 
 def points_of(pairs: Pairs, evidence: Evidence) -> list[Point]:
-    """Return the points of pairs: our number and the published number at each common place.
+    """Return the points of pairs. A point is our number and the published number to compare.
 
-    Raise MissingRows if a pair has no common place.
+    Both numbers of a point have the same place, such as (64, 512) for the head dimension and the
+    sequence length. Places for which only one of the numbers exists are left out. Raise MissingRows
+    if a pair has no place with both numbers.
     """
     points = []
     for label, (quantity, said) in pairs.items():
@@ -197,7 +202,8 @@ def declared(
 ) -> tuple[Question, ...]:
     """Return the questions of questions.csv whose keys are in `pairs`, in the order of the file.
 
-    `pairs`, `beside` and `control` map a key to the pairs of the question.
+    Each argument maps the key of a question to a field of the same name in `Question`. A question
+    may be missing in `beside` and `control`; the field is then empty.
     """
     with open(WORDS, newline="", encoding="utf-8") as file:
         lines = [line for line in csv.DictReader(file) if line["key"] in pairs]
@@ -281,7 +287,11 @@ OTHER_NUMBERS = "our numbers were recorded again"
 
 
 def _across(questions: Sequence[Question], make: Callable[[Evidence], Table]) -> Across:
-    """Return a table that `make` makes from the evidence of all experiments of the questions."""
+    """Return a table of questions, as an object that pages can make.
+
+    `make` takes the stored rows of all experiments that the questions use, as an `Evidence` object,
+    and returns the table.
+    """
     names = tuple(dict.fromkeys(name for q in questions for name in q.experiments))
     return Across(lambda rows: make(Evidence(rows)) if rows else None, names, cites=False)
 

@@ -59,7 +59,10 @@ def took(at: int) -> Callable[..., Quantity]:
 
 
 def took_own(at: int) -> Callable[..., Quantity]:
-    """Return a function like `took`, for calls in which each loop order has its own tiles."""
+    """Return a function of three series that returns a ratio of times, like the result of `took`.
+
+    The difference is that each loop order has its own tiles.
+    """
     return lambda *of: own_tiles(of[at]) / own_tiles(of[2].removesuffix("-fa1-tiles"))
 
 
@@ -150,9 +153,11 @@ def traffic(found: Evidence) -> str:
 
 
 def _text(say: Callable[[Evidence], str], *experiments: str) -> Across:
-    """Return the text that `say` writes as a table for a page; no table if rows are missing.
+    """Return an object with which a page makes a text from stored rows.
 
-    The text before the first empty line is the caption.
+    `say` takes the stored rows of the named experiments and returns the text. The text is treated
+    like a table: the part before the first empty line is the caption, the rest is the body. If rows
+    are missing, the page gets no text.
     """
 
     def make(found: Sequence[Row]) -> Table | None:

@@ -150,7 +150,10 @@ class DifferentGpus(ValueError):
 
 
 def ends(number: Published) -> tuple[float, float]:
-    """Return the smallest and the largest number that a number with a range stands for."""
+    """Return the ends of the range of a number, as (low, high).
+
+    `Measured` and `Bounds` have a range. For any other number, both ends are the number itself.
+    """
     if isinstance(number, Bounds | Measured):
         return number.low, number.high
     return number, number
@@ -173,9 +176,10 @@ def compared(a: Published, b: Published) -> int:
 
 @dataclass(frozen=True)
 class Point:
-    """Our number (`ours`) and the published number of one quantity at one place.
+    """Our number (`ours`) and the published number (`published`) that is compared with it.
 
-    `label` names the quantity. `place` is a tuple of values, such as (head dimension, length).
+    `label` names the quantity, such as "FA-2". `place` is a tuple that says for which sizes both
+    numbers are, such as (64, 512) for the head dimension and the sequence length.
     """
 
     label: str
@@ -235,10 +239,10 @@ def judge(
     kind : str
         A key of FACTORS. It decides how far a number may be from the published number.
     trend : str
-        One of TRENDS. The trend decides the verdict if not all points are within the factor.
-        "order": which of the numbers at a place is larger. "shape": whether a series rises, falls
-        or stays level from one place to the next. "size": whether a ratio is at least halfway from
-        1 to the published ratio. "words": whether a statement in words is true.
+        One of TRENDS: what must agree if not all points are within the factor.
+        "order": which of several numbers for the same sizes is larger. "shape": whether the numbers
+        of a series rise, fall or stay level from one size to the next. "size": whether a ratio is
+        at least halfway from 1 to the published ratio. "words": whether a statement is true.
     points : sequence of Point
         The points.
     beside : sequence of Point, default ()
@@ -291,10 +295,16 @@ def halfway(point: Point) -> bool:
 
 
 def _alike(ours: tuple[float, float], said: tuple[Published, Published], factor: float) -> bool:
-    """Return whether our two numbers compare as the two published numbers do.
+    """Return whether two numbers of ours have the same order as two published numbers.
 
-    They do if both pairs tie, or if both pairs have the same order. If only one pair ties, our
-    ratio of the two numbers must be within `factor` of the published ratio.
+    Two numbers tie if `tied` returns True. The arguments `ours` and `said` are pairs of numbers.
+
+    | case | result |
+    |---|---|
+    | both pairs tie | True |
+    | no pair ties | whether the same number of both pairs is larger |
+    | only one pair ties | whether the ratios of both pairs differ by at most `factor` |
+    | only one pair ties, and a published number is a range | False |
     """
     mine, theirs = compared(*ours), compared(*said)
     if mine == theirs:
@@ -310,8 +320,10 @@ def _alike(ours: tuple[float, float], said: tuple[Published, Published], factor:
 def _in_order(points: Iterable[Point], factor: float) -> list[bool]:
     """Return for each place whether our numbers have the same order as the published numbers.
 
-    The order of two numbers says which of them is larger, or that both tie. A place is left out if
-    a label has no number there. It is also left out if all published numbers there tie.
+    A place is a tuple of sizes, such as (64, 512) for the head dimension and the sequence length.
+    At each place there is one point for each label, such as "FA-1" and "FA-2". Every two points of
+    a place are compared by `_alike`. A place is left out if a point is missing, or if all published
+    numbers of the place tie.
     """
     places: dict[Place, list[Point]] = {}
     for point in points:

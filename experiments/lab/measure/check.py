@@ -53,9 +53,9 @@ def to_host(array: Any) -> np.ndarray:
 
 
 def rounds(problem: Problem) -> dict[str, Any]:
-    """Return arguments for `reference.unfused`, so that it rounds matrices to a problem's dtype.
+    """Return arguments with which `reference.unfused` rounds as kernels of a problem's dtype do.
 
-    Matrices are rounded to the dtype. Sums are float32 in every dtype.
+    The matrices are rounded to the dtype. The sums are in float32 for every dtype.
 
     Parameters
     ----------
@@ -71,12 +71,18 @@ def rounds(problem: Problem) -> dict[str, Any]:
 
 
 class Gate:
-    """A check of a call's result against float64, separately for each part, such as dq.
+    """A check of a call's result against float64, separately for each part of the result.
 
-    ``gate(result)`` is for our kernels: it allows twice the error of the unfused computation plus
-    one rounding. ``gate.peer(result)`` is for other libraries' kernels and allows `PEER_BOUND`.
-    Both return the largest of the parts' relative errors. If a part's error is too large, they
-    raise `WrongResult`, whose message names the part.
+    The parts of a gradient (dq, dk, dv), for example, are checked one by one. There are two checks:
+
+    | check | for results of | allowed relative error |
+    |---|---|---|
+    | ``gate(result)`` | our kernels | twice the error of unfused attention, plus one rounding |
+    | ``gate.peer(result)`` | other libraries | `PEER_BOUND` of the dtype |
+
+    Unfused attention is computed in NumPy with matrices in the dtype of the problem. Both checks
+    return the largest relative error of a part. If the error of a part is too large, they raise
+    `WrongResult` with the name of the part.
 
     Parameters
     ----------
@@ -260,14 +266,17 @@ class Gate:
 class DropoutGate(Gate):
     """A check of O for a forward call with dropout.
 
-    torch drops other elements than our kernels do. Therefore the values of O cannot be compared.
-    Instead two numbers are checked, for the middle and the last 128 rows of two heads. For
-    sequences of less than 256 rows, half of the rows are taken instead of 128. O0 is O in float64
-    without dropout.
+    torch drops other elements of P than our kernels do. Therefore O has no exact value to compare
+    with. Instead, O is compared with O0, the result in float64 without dropout. Two numbers must be
+    near the values that follow from the dropout probability p:
 
-    - The deviation |O - O0| / |O0|. The expected deviation is the root of p / (1 - p) times the sum
-      of Pij^2 |vj|^2, divided by |O0|. The deviation must be within 20 percent of it.
-    - The relative size, O times O0 divided by |O0|^2. It must be within 6 percent of 1.
+    - The deviation |O - O0| / |O0| is expected to be sqrt(p / (1 - p) s) / |O0|, where s is the sum
+      of Pij^2 |vj|^2. The difference must be at most 20 %.
+    - The scalar product of O and O0, divided by |O0|^2, is expected to be 1. The difference must be
+      at most 6 %.
+
+    The numbers are computed for 128 rows in the middle and 128 rows at the end of two heads. For
+    sequences of less than 256 rows, half of the rows are taken instead of 128.
 
     Parameters
     ----------
@@ -409,9 +418,11 @@ def _taken(places: Sequence[Any]) -> Callable[[Any], list[np.ndarray]]:
 
 
 def _spread(Q: np.ndarray, K: np.ndarray, V: np.ndarray, scale: float, causal: bool) -> float:
-    """Return the sum of Pij^2 |vj|^2 over all rows i and columns j. Q, K and V are of one head.
+    """Return the sum of Pij^2 |vj|^2 over all rows i and columns j of one head.
 
-    Q: (rows, d), K and V: (columns, d). With a causal mask the last row sees all columns.
+    P is the softmax of scale Q KT, and vj is row j of V. `DropoutGate` needs the sum. Q has the
+    shape (rows, d), and K and V have the shape (columns, d). With a causal mask, the last row sees
+    all columns.
     """
     S = scale * (Q @ K.T)
     if causal:

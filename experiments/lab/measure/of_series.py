@@ -22,10 +22,11 @@ class OfSeries(dict[str, str]):
     own : mapping of str to str
         Values that are written explicitly, usually for series of the first unit ("simt").
     derived : callable
-        Function ``derived(unit, rest, value)`` that returns the value for any other series.
-        ``unit`` is the unit of this series. ``rest`` is the name of the series without the unit,
-        such as "fa1-splits". ``value`` is the value of the series with the first unit instead, or
-        "" if there is none. If ``derived`` returns "", the series has no value.
+        Function ``derived(unit, rest, value)`` that computes the value of any other series, such as
+        "fa1-mma-splits". ``unit`` is the unit of the series ("mma"). ``rest`` is the name without
+        the unit ("fa1-splits"). ``value`` is the value of the same series on the first unit
+        ("fa1-simt-splits"), or "" if there is none. The function returns "" if the series has no
+        value.
     """
 
     def __init__(self, own: Mapping[str, str], derived: Callable[[Unit, str, str], str]) -> None:

@@ -360,7 +360,9 @@ def label(series: str, pass_: str, name: str = "") -> str:
     series : str
         Name of the series.
     pass_ : str
-        "fwd" or "bwd". A backward pass is named by its grid, because there the loop orders differ.
+        "fwd" or "bwd". In the forward pass, the label names the loop order, such as "K/V outer". In
+        the backward pass, both papers have the loop over K and V outside, and their grids differ.
+        The label of a backward pass therefore names the grid.
     name : str, default ""
         Name of a series that has no name in LABELS.
 

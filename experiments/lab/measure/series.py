@@ -67,9 +67,13 @@ def _label(unit: Unit, rest: str, of_first: str) -> str:
     """Return the label of a series on a unit other than "simt"; see `OfSeries`.
 
     `rest` is the name of the series without the unit, such as "fa1-splits". `of_first` is the label
-    of the same series on "simt", or an empty text. The result is this label with a mark for the
-    unit. For a series with a precision, such as "fa2-fp16x3", there is no label on "simt". The
-    result then contains the name of the precision. Without both, the result is an empty text.
+    of the same series on "simt", or an empty text.
+
+    | series | result |
+    |---|---|
+    | has a label on "simt" | this label, with a mark for the unit |
+    | has a precision, such as "fa2-fp16x3" | loop order, mark of the unit, and precision |
+    | neither | an empty text |
     """
     order, *variant = rest.split("-")
     name, comma, more = of_first.partition(", ")

@@ -303,10 +303,11 @@ def hardware(
 
 
 def _case(problem: Problem, variant: Variant) -> counters.Case:
-    """Return the call whose counters are read: the variant's call, or one of its calls by row tile.
+    """Return the call whose hardware counters are read.
 
-    With calls by row tile, a causal problem raises ValueError, because the calls then move
-    different numbers of bytes.
+    Usually it is the call of the variant. If the variant makes one call for each row tile, the
+    counters of only one of these calls are read. All of them then must move equally many bytes.
+    Raise ValueError for a causal mask, because the calls then move different numbers of bytes.
     """
     if variant.by_row_tile:
         if problem.causal:

@@ -393,11 +393,15 @@ class _Module:
         return [each for each in found if each[0].partition(".")[0] == PACKAGE]
 
     def _inside(self, module: str, name: str) -> tuple[str, str]:
-        """Return the module that defines an imported object, and the object's name in this module.
+        """Return where an imported object is defined, as (module, name of the object).
 
-        The statement is ``from module import name``. If the imported object is itself a module, the
-        name in the result is "*". If `module` has imported the object from another module of
-        `experiments`, the result names this other module.
+        The object was imported by ``from module import name``.
+
+        | imported object | result |
+        |---|---|
+        | defined in `module` | (`module`, `name`) |
+        | itself a module | (this module, "*") |
+        | `module` has imported it from another module of `experiments` | where it is defined |
         """
         if module.partition(".")[0] != PACKAGE or not name:
             return module, name or "*"
@@ -417,10 +421,15 @@ def _written(
 ) -> str:
     """Return text that identifies the code of a statement, for making a digest.
 
-    The text contains the names that the statement binds, its code without the names of local
-    variables, and the names from outside that it uses. `outside` contains all names that are not
-    local to the statement. `imports` maps an imported name to a pair: the module, and the name of
-    the object in that module. Imported names are written with the module's name.
+    The text has three parts:
+
+    - the names that the statement binds (assigns, defines or imports),
+    - the code of the statement, without the names of local variables,
+    - the global names that the statement uses.
+
+    `outside` contains all global names. `imports` maps an imported name to a pair: the module from
+    which it was imported, and the name of the object in that module. In the text, this pair
+    replaces the imported name.
     """
     made = template(statement, outside)
     names = []

@@ -53,10 +53,12 @@ def stored(store: Store, experiment: str) -> list[Row] | None:
 
 
 def keep(store: Store, experiment: str, about: Mapping[str, Any], made: ran.Ran) -> None:
-    """Store that all stored rows were counted with the code and kernels `made`.
+    """Write to the JSON file with which code and kernels the emulator's stored rows were counted.
 
-    `about` describes the run that counted the rows: commit, date and whether there were uncommitted
-    changes. Nothing is written if the JSON file already says that the rows are current.
+    A later run compares this entry with its own code and kernels, and reuses the rows if both are
+    equal. `made` contains the digests of code and kernels. `about` describes the run that counted
+    the rows: commit, date and whether there were uncommitted changes. Nothing is written if the
+    JSON file already says that the rows are current.
     """
     if stored(store, experiment) is None:
         run = {name: about.get(name) for name in ("commit", "date", "dirty")}

@@ -111,9 +111,10 @@ def collecting() -> Iterator[Collected]:
 
 
 def tell(launches: Ran) -> None:
-    """Add launches that another process has made on the GPU to all open collections.
+    """Add the launches of another process to every `Collected` object that is collecting now.
 
-    `launches` is the result of `Collected.of` in the other process.
+    The other process has launched kernels on the GPU. `launches` is the result of `Collected.of` in
+    that process.
     """
     for each in _open:
         each.told.setdefault("gpu", []).append(launches)

@@ -80,7 +80,7 @@ class Recorder:
         Takes a machine and returns digests of the code and kernels used so far.
     adds : bool, default False
         Whether rows are added to the recording after each item. A row then replaces only a stored
-        row with the same key and the same place.
+        row with the same key and the same `place` (the beginning of its note).
     """
 
     def __init__(
@@ -169,9 +169,13 @@ class Recorder:
     def _write(self, machine: str, stored: Sequence[Row], rows: Sequence[Row]) -> bool:
         """Write the CSV and the JSON file of a machine. Return whether anything was written.
 
-        Nothing is written if the new rows would equal the stored rows, except for the ids of runs.
-        If the rows are not from the emulator, nothing is written only if, in addition, all stored
-        runs have the same digests of code and kernels as this run.
+        `stored` are the rows in the files, and `rows` are the rows that replace them. The files are
+        not written if nothing would change:
+
+        - The files of the emulator are not written if the JSON file exists and all rows are equal.
+          The comparison ignores the ids of runs.
+        - For other machines, one more condition must hold: all stored runs have the same digests of
+          code and kernels as this run.
         """
         described = self.store.path(self.experiment, machine, ".json")
         earlier = self.store.runs(self.experiment, machine)

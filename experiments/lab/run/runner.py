@@ -74,8 +74,8 @@ class Runner:
     def measure(self, name: str, *, again: bool = True) -> None:
         """Measure an experiment and store its rows.
 
-        If `again` is False, an experiment whose recording of this GPU is current is not measured. A
-        recording is current if the experiment's code and its kernels have not changed.
+        If `again` is False, the experiment is measured only if this GPU's recording is missing or
+        not current. A recording is current if the experiment's code and kernels have not changed.
         """
         report = self.reports.setdefault(name, Report())
         with self._reporting(name, report):
@@ -146,9 +146,11 @@ class Runner:
         return self.store if machine in self.store.machines(name) else Store(FIGURES)
 
     def _recorded_now(self, name: str) -> bool:
-        """Return whether this GPU's recording is current, so that a run would only repeat it.
+        """Return whether this GPU has a current recording, so that measuring is unnecessary.
 
-        Return False if the user selected a part of the experiment, or chose the option --recount.
+        A recording is current if the experiment's code and kernels have not changed since. The
+        result is always False without a GPU, if the user selected a part of the experiment, and
+        with the option --recount.
         """
         if self.machine is None or self.options.recount or not self.options.complete:
             return False
