@@ -2,12 +2,13 @@
 first.
 
 ``rBS`` is an array of registers for values that a thread reads while the matrix product of the tile
-is still running. It has two uses:
+is still running. The read then takes little extra time. A kernel uses rBS for one of two kinds of
+values:
 
-| spec | contents of rBS |
-|---|---|
-| ``spec.reads_bias`` | this thread's part of the bias, one register per element of S |
-| ``spec.reads_state`` | ``rBS[0]``: the state of the tile's block in the block mask |
+- With ``spec.reads_bias``, it contains this thread's part of the bias, one register per element of
+  S.
+- With ``spec.reads_state``, ``rBS[0]`` contains the state of the tile in the block mask: EMPTY,
+  MIXED or FULL of ``mods.blocks``.
 """
 
 from fa_numba.device import float32, uint32
@@ -18,17 +19,15 @@ from fa_numba.parts.namespace import part
 
 @part
 def make_read_bias_or_state(spec):
-    """Make ``read_bias_or_state(rBS, tile)``, which reads values for ``scale_bias_and_mask`` early.
+    """Make ``read_bias_or_state(rBS, tile)``, which reads values for ``scale_bias_and_mask`` into
+    the registers rBS, while the matrix product of the tile is still running.
 
-    The function reads into the registers rBS, while the matrix product of the tile is still
-    running.
-
-    - With ``spec.reads_bias``, it reads this thread's part of the bias, one register for each
-      element of S. If the part cannot be read in pairs of elements (``_make_whole``), the function
-      reads nothing, and ``add_bias`` reads the bias later.
-    - With ``spec.reads_state``, it reads the state of the tile's block in the block mask into
-      ``rBS[0]``. If the producer that loads the tile passes the state in shared memory, the
-      function does not read the state.
+    - With ``spec.reads_bias``, the function reads this thread's part of the bias, one register for
+      each element of S. If the part cannot be read in pairs of elements (``_make_whole``), the
+      function reads nothing, and ``add_bias`` reads the bias later.
+    - With ``spec.reads_state``, the function reads the state of the tile in the block mask into
+      ``rBS[0]``. In kernels whose producer passes the state to the consumers in shared memory
+      (``spec.slots_name_next``), it does not read the state.
     """
     TM, TN, (EI, EJ) = spec.TM, spec.TN, spec.element_steps
     row_of, column_of, warp_tile = make_row(spec), make_column(spec), make_warp_tile(spec)
@@ -55,9 +54,10 @@ def make_read_bias_or_state(spec):
 
 @part
 def make_block_state(spec):
-    """Make ``block_state(tile)``, which returns the state of the tile's block in the block mask.
+    """Make ``block_state(tile)``, which returns the state of a tile in the block mask.
 
-    The state is EMPTY, MIXED or FULL of ``mods.blocks``.
+    The state is EMPTY, MIXED or FULL of ``mods.blocks``. It says whether the ``mask_mod`` hides
+    all, some or no elements.
     """
     Br, Bc = spec.head_rows, spec.block_columns
 
@@ -72,9 +72,9 @@ def make_block_state(spec):
 def make_add_bias(spec, unit, ahead):
     """Make ``add_bias(rS, rBS, tile)``, which adds ``unit`` times the bias to the scores in rS.
 
-    ``unit`` is log2(e) if the scores are multiplied by log2(e), otherwise 1. Normally the function
-    reads the bias from global memory. If ``ahead`` is true and ``read_bias_or_state`` has read the
-    bias into rBS, the function uses rBS.
+    ``unit`` is log2(e) for scores in units of log2, or 1 for scores in natural units. Normally the
+    function reads the bias from global memory. If ``ahead`` is true and ``read_bias_or_state`` has
+    read the bias into rBS, the function uses rBS.
     """
     TM, TN, (EI, EJ) = spec.TM, spec.TN, spec.element_steps
     row_of, column_of = make_row(spec), make_column(spec)

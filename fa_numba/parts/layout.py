@@ -56,13 +56,13 @@ def make_head_of_row(spec):
 
 @part
 def _make_place(width, step, heads=1):
-    """Make ``place(thread, n)``, which converts row (or column) number n of a thread to a row (or
-    column) of a tile.
+    """Make ``place(thread, n)``, which converts row number n of a thread to a row of a tile, or
+    column number n to a column.
 
-    ``thread`` is ty for rows and tx for columns. A thread holds runs of ``width`` neighbouring
-    rows. The thread's first run begins at row ``thread * width``. The first rows of two consecutive
-    runs are ``step`` rows apart. If ``heads`` query heads share the tile, the result is the row
-    within its head.
+    ``thread`` is ty for rows and tx for columns. A thread holds runs of ``width`` neighbouring rows
+    (or columns). The first run begins at ``thread * width``. Each further run begins ``step`` rows
+    after the run before. If ``heads`` query heads share the tile, the tile contains one row of each
+    head in turn, and the result is the row within the head.
     """
 
     def place(thread, n):

@@ -4,17 +4,17 @@ tile of scores in registers.
 The slope is the derivative of ``score_mod`` with respect to the score. ``mods.Text`` contains the
 source text of such a function for kernels.
 
-A function is called for every element of the tile, without a branch. Two elements that need the
-same element of a captured array can therefore share one load. Some elements of a tile are beyond
-the matrix. If a function reads an array with the row or column as index, it gets the last row or
-column of the matrix for these elements.
+A thread calls the user's function for each of its elements of the tile, without a branch. The
+compiler can therefore use one load for two elements that read the same element of a captured array.
+Elements beyond the end of the matrix are included. If a function reads an array with the row or
+column as index, these elements get the last row or column of the matrix instead of their own.
 
 Names in this module:
 
-- ``place`` is a tuple (row, column, origin) of an element. ``origin`` is the thread's first row if
-  the thread has more rows than columns, otherwise the thread's first column.
+- ``place`` is the position of an element, a tuple (row, column, origin). ``origin`` is the thread's
+  first row if the thread has more rows than columns, otherwise the thread's first column.
 - ``kept`` is normally a tuple of two register arrays: sums of gradients that are added to global
-  memory later, and the positions of these sums.
+  memory later, and the positions of these sums in captured arrays.
 """
 
 import math
@@ -59,16 +59,16 @@ def make_apply_score_mod(spec, unit):
 
 @part
 def make_slopes(spec):
-    """Make ``slopes(rG, rS, scale, tile)``, which stores the derivative of each score in rG.
+    """Make ``slopes(rG, rS, scale, tile)``, which stores the derivative of each score in the
+    registers rG.
 
-    rS holds the product Q KT. The derivative is taken with respect to the score before the cap,
-    which is Q KT times the scale of the call. It is the product of two factors: the derivative of
-    the cap, 1 - tanh(``scale`` Q KT)^2, and the derivative of ``score_mod``. With a cap, ``scale``
-    is the scale of the call divided by the cap. If all derivatives are 1, the function stores no
-    derivative.
+    rS holds the product Q KT. The derivative is taken with respect to the scaled score, before the
+    cap and ``score_mod``. It is the product of two factors: the derivative of the cap, 1 -
+    tanh(``scale`` Q KT)^2, and the derivative of ``score_mod``. With a cap, ``scale`` is the scale
+    of the call divided by the cap. If all derivatives are 1, the function stores no derivative.
 
-    The gradients of captured arrays can depend on the scores before ``score_mod``. If they do,
-    these scores are stored in rG after the derivatives.
+    Some gradients of captured arrays depend on the scores before ``score_mod``. For these
+    gradients, the function also stores these scores in rG, after the derivatives.
     """
     RS, features = spec.TM * spec.TN, spec.features
     softcap, score_mod = features.softcap, features.slope_of is not None or features.keeps_scores
@@ -91,18 +91,18 @@ def make_p_and_ds(spec, values_of, ds_of):
     by dS.
 
     Before the call, rS holds the scaled scores before the cap and ``score_mod``. A hidden element
-    of rS holds the number ``hidden_score``. The function computes:
+    of rS holds the number that ``hidden_score`` returns. The function computes:
 
     - P = exp(S - L), where S is the score after the cap, ``score_mod``, ALiBi and the bias. P is
       negative in elements that dropout does not keep.
-    - dS = P o (dP - D), as ``ds_of`` returns it, multiplied by the derivatives of the cap and of
-      ``score_mod``.
+    - dS = P o (dP - D), multiplied by the derivatives of the cap and of ``score_mod``.
 
-    The arguments are:
+    The caller decides how L, D and dropout are found:
 
-    - ``given`` is a tuple, which is passed to ``values_of``. Its first element is the tuple
-      ``kept``: sums for the gradients of captured arrays.
-    - ``values_of(given, e)`` returns L in units of log2, D, and whether dropout keeps element e.
+    - ``given`` is a tuple that is passed to ``values_of``. Its first element is the tuple ``kept``:
+      sums for the gradients of captured arrays.
+    - ``values_of(given, e)`` returns three values for element e: L of its row in units of log2, D
+      of its row, and whether dropout keeps the element.
     - ``ds_of(p, dp, d, options)`` returns P o (dP - D) of one element.
     """
     of_one = _make_p_and_ds(spec, values_of, ds_of)
@@ -267,10 +267,10 @@ def make_add_captured(spec):
     """Make ``add_captured(rdS, rG, tile)``, which adds a tile's contribution to the gradients of
     the arrays that ``score_mod`` captures.
 
-    For each element of S, the contribution to the gradient of an array element is dS times the
-    derivative of ``score_mod`` with respect to this array element. It is added atomically. Only
-    float32 arrays get gradients, and only if the call wants them. ``slopes`` has stored the
-    contents of ``rG``.
+    Each element of S contributes to the gradient of every array element that its ``score_mod``
+    reads. The contribution is dS times the derivative of ``score_mod`` with respect to the array
+    element. It is added atomically. Only float32 arrays get gradients, and only if the call wants
+    them. ``slopes`` has stored the contents of ``rG``.
     """
     gradient, (SUMS, PLACES) = _gradient(spec.features), kept_sums(spec)
     captured = gradient is not None
@@ -309,8 +309,9 @@ def _make_add_of_one(spec):
     """Make ``add_of_one(kept, s, ds, place, head)``, which adds the contribution of one element of
     S to the gradients of captured arrays.
 
-    ``s`` is the score before ``score_mod``, and ``ds`` is dS of this element. The contribution is
-    added to the gradient in global memory, or to the sums in ``kept``.
+    ``s`` is the score before ``score_mod``, and ``ds`` is dS of this element. Some contributions
+    are added to the gradient in global memory at once. The other contributions are added to the
+    sums in ``kept``, which ``add_sums`` adds to global memory later.
     """
     gradient = _gradient(spec.features)
     each = _texted(gradient and gradient.each)
@@ -530,8 +531,8 @@ def _make_value_and_slope(features):
     """Make ``value_and_slope(s, i, j, origin, head)``, which returns the value of ``score_mod`` for
     the score ``s``, and the derivative of ``score_mod`` at this score.
 
-    The value is in units of log2. Normally one source text computes both results. If the user has
-    passed a ``score_mod_grad``, ``score_mod_grad`` computes the derivative.
+    The value is in units of log2. Normally one device function computes the value and the
+    derivative. If the user has passed a ``score_mod_grad``, this function computes the derivative.
     """
     mod, at_once = features.score_mod, features.score_mod_grad is None
     of_slope = _slope_text(features)

@@ -41,13 +41,14 @@ class RowFacts(NamedTuple):
 
 
 class Parts(ModuleType):
-    """The parts of one module for one spec: ``load.q`` is ``make_q(spec)``, or the device function
-    ``q``.
+    """The parts of one module for one spec. ``load.q`` is the result of ``make_q(spec)``, or the
+    device function ``q``.
 
-    It is a subclass of ``ModuleType`` because Numba reads attributes of modules while it compiles.
-    A call of ``load.q`` compiles to the same code as the call of a closure variable. Attributes of
-    a module are no compile-time constants. Kernels therefore use closure variables for the integers
-    that give the shape of an array.
+    The class is a subclass of ``ModuleType``, because Numba reads attributes of modules while it
+    compiles. A call of ``load.q`` in a kernel therefore costs no time on the GPU.
+
+    Numba does not treat attributes of a module as compile-time constants. The shape of an array in
+    a kernel must be such a constant. Kernels therefore use closure variables for these integers.
     """
 
     def __init__(self, spec: Any, module: ModuleType) -> None:

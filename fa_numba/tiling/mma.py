@@ -264,8 +264,8 @@ class StandardSpec(MmaSpec):
     def step(self) -> int:
         """Number of columns of P or dS that one stage in shared memory contains: 64, 32 or 16.
 
-        In the products PT dO and dST Q it is the number of rows of P or dS instead. The number is
-        the largest of the three that divides ``Bc``.
+        The number is the largest of the three that divides ``Bc``. The products PT dO and dST Q
+        load rows of P or dS instead of columns. For them, it is the number of rows.
         """
         return next(n for n in (64, 32, 16) if self.Bc % n == 0)
 

@@ -172,10 +172,11 @@ class MmaBackwardSpec(GradientSpec, MmaSpec):
 
     @property
     def chunk_step(self) -> int:
-        """Distance between two consecutive chunks of dQ that a warp computes in one step.
+        """Distance between two consecutive chunks of dQ that a warp computes in one step, counted
+        in chunks.
 
-        A chunk has 16 columns, and the distance is in chunks. ``query_turns`` is the number of
-        steps.
+        A chunk has 16 columns. The chunks between them belong to other warps, or to the warp's
+        other step. ``query_turns`` is the number of steps.
         """
         return self.chunk_warps * self.query_turns
 

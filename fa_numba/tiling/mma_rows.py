@@ -47,7 +47,7 @@ class TileRows:
 
     @property
     def turn_rows(self) -> int:
-        """Number of neighbouring rows whose chunks have the same permutation."""
+        """Number of neighbouring rows for which the swizzle permutes the chunks in the same way."""
         return BANKS // self.group
 
     @property

@@ -226,9 +226,10 @@ class Spec(ABC):
     def slots_name_next(self) -> bool:
         """Whether the thread that loads a tile tells the other threads which tile comes next.
 
-        Forward kernels on Hopper do this for a block mask. The thread writes the number of the next
-        tile to a word in shared memory. Each pipeline slot for tiles has such a word. With
-        ``reads_state`` the word also contains the state of the tile's block.
+        Forward kernels on Hopper do this for a block mask. The thread stores one 32-bit integer in
+        shared memory for each slot of the pipeline. The integer contains the first row or column of
+        the next tile. With ``reads_state``, it also contains the state of the tile in the block
+        mask.
         """
         return False
 
@@ -258,16 +259,15 @@ class Spec(ABC):
 
         Usually it is None: a kernel computes ``score_mod`` first, and then hides masked scores.
         Some backward kernels on Hopper have the opposite order (``Features.scores_stay``). They
-        work in two steps:
+        hide scores in step 1, and compute ``score_mod`` and the other options that change scores in
+        step 2, together with dS. Each step has its own spec. The text is in the spec of step 1,
+        which the function ``wgmma_backward.hidden_alone`` returns.
 
-        1. Multiply the products of Q and K by ``score_factor`` of this text, apply ``inner`` of
-           this text (see ``mods.Text``), and replace hidden scores by a finite number. If the text
-           has no ``score_factor``, the factor is the scale.
-        2. Compute the options that change scores, and their derivatives, together with dS. The text
-           is the function to compute. It may be empty (``Features.kept_scores_text``).
-
-        Each step has its own spec. The property is not None in the spec of step 1, which the
-        function ``wgmma_backward.hidden_alone`` returns.
+        Step 1 multiplies the product Q KT by a factor, applies an inner function such as tanh, and
+        replaces hidden scores by a finite number. The text contains this factor and this inner
+        function (``score_factor`` and ``inner`` of ``mods.Text``). Without ``score_factor``, the
+        factor is the scale. The text itself is the function that step 2 computes. It can be empty
+        (``Features.kept_scores_text``).
         """
         return None
 

@@ -55,10 +55,13 @@ SPARE, _AHEAD = 4, 2
 class Pipeline(NamedTuple):
     """The barriers of a pipeline, whose slots in shared memory are filled and emptied in turn.
 
+    Each slot has two barriers: one completes when the slot is full, the other when the slot is
+    empty. The barriers for full slots have consecutive indices, in the order of the slots. The
+    barriers for empty slots do too.
+
     field    meaning
-    full     index of the barrier that completes when the first slot is full; the barriers of the
-             other slots follow it
-    empty    index of the barrier that completes when the first slot is empty
+    full     index of the barrier that completes when slot 0 is full
+    empty    index of the barrier that completes when slot 0 is empty
     slots    number of slots
     groups   number of warpgroups that have parts of each slot, with barriers of their own
     """
@@ -308,9 +311,11 @@ class WgmmaSpec(Spec):
 
     @property
     def value_tile(self) -> tuple[int, int]:
-        """Rows in memory of a tile of V, and the number of panels of a row.
+        """Number of rows of a tile of V in shared memory, and number of panels (64 columns) of a
+        row.
 
-        A row contains the columns of a key. For e4m3, a row contains the keys of a column instead.
+        Normally a row contains the columns of one key. For e4m3, V is stored by columns: a row
+        contains the keys of one column.
         """
         if self.per_half > 1:
             return self.columns, ceil_div(self.Bc, PANEL * self.per_half)

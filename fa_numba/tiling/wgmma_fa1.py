@@ -26,11 +26,12 @@ class Fa1Pipelines(NamedTuple):
     """The pipelines of FA-1's forward kernel.
 
     field     contents of a slot
-    q         Q
-    k         K
-    v         V
-    o         O in float32
-    written   no data. The barriers say that a pass has written the rows of O
+    q         tile of Q
+    k         tile of K
+    v         tile of V
+    o         tile of O in float32
+    written   no data. A barrier of this pipeline says that a consumer has written its rows of O to
+              global memory in a pass, so that the next pass may load them
     """
 
     q: Pipeline

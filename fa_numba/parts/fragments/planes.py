@@ -76,10 +76,11 @@ def power_of_two(size):
 
 @cache
 def make_split(dtype, planes):
-    """Make ``split(words, at, step, low, high)``, which stores the planes of two numbers.
+    """Make ``split(words, at, step, low, high)``, which splits two numbers into planes and stores
+    them.
 
-    Plane p of ``low`` and ``high`` goes to ``words[at + p step]``, as a word of two 16-bit
-    elements.
+    One 32-bit word contains the same plane of both numbers, ``low`` in the lower half and ``high``
+    in the upper half. The word of plane p is stored in ``words[at + p step]``.
     """
     return _make_split(dtype, planes)
 
@@ -88,8 +89,9 @@ def make_split(dtype, planes):
 def _make_split(dtype, planes):
     """Make the function ``split`` that ``make_split`` describes.
 
-    ``split`` stores the first plane of both numbers. The function for one plane less, which this
-    factory also makes, stores the further planes.
+    ``split`` rounds both numbers to the first plane, stores this plane, and computes what is left
+    of the numbers. A second function splits the rest into the other planes. This factory makes the
+    second function by calling itself with one plane less.
     """
     pack, unpack = conversions(dtype)
     rest = _make_split(dtype, planes - 1) if planes > 1 else _nothing

@@ -180,12 +180,12 @@ def make_store_scores(spec):
 
 @part
 def make_times_scores(spec):
-    """Make ``times_scores(rS, S, row0, rows_end, col0, cols_end, thread)``, which multiplies the
-    registers rS by a tile of the array S.
+    """Make ``times_scores(rS, S, row0, rows_end, col0, cols_end, thread)``, which multiplies
+    derivatives in the registers rS by the elements of a tile of dS.
 
-    Before the call, rS holds derivatives of the scores, and the array S in global memory contains
-    dS. The tile begins at (row0, col0) of S. Registers of elements at or past ``rows_end`` or
-    ``cols_end`` are not changed.
+    Despite its name, the array S in global memory contains dS when the function is called. The tile
+    begins at (row0, col0) of S. Registers of elements at or past ``rows_end`` or ``cols_end`` are
+    not changed.
     """
     TM, TN, STEP = spec.TM, spec.TN, spec.row_step
     _, unpack = conversions(spec.dtype)

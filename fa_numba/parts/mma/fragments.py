@@ -1,12 +1,13 @@
 """Fragments of 16 x 16 elements, which ``ldmatrix`` loads from shared memory to registers.
 
-The instruction ``mma.sync`` takes its operands as fragments. R is the number of fragments in the
-rows of a warp. Normally, warp w computes the 16 R rows of S from row 16 R w on, and all columns. If
-the warps split the keys, each warp computes all rows of S, and the columns from ``warp_column()``
-on.
+The instruction ``mma.sync`` takes its operands as fragments. R is the number of fragments that the
+rows of a warp fill, one below the other. Normally, warp w computes the 16 R rows of S from row 16 R
+w on, and all columns. If the warps split the keys, each warp computes all rows of S, and the
+columns from ``warp_column()`` on.
 
-A thread holds the row ty + 8 i of S in its registers i TN to i TN + TN - 1. The thread's rows
-number 2 r and 2 r + 1 belong to fragment r.
+A thread with the position (ty, tx) holds several rows of S. Its row number i is row ty + 8 i of S,
+and is in the registers i TN to i TN + TN - 1. The thread's rows number 2 r and 2 r + 1 belong to
+fragment r.
 """
 
 from fa_numba.device import cuda, uint32

@@ -333,8 +333,8 @@ def make_write_columns(spec):
     dV to the array T.
 
     The column tile begins at row ``row0`` of T. Normally the part is rounded to the dtype of T. If
-    several blocks share dK and dV (``spec.splits_queries``), T is a float32 sum, and the part is
-    added to it atomically.
+    ``spec.splits_queries`` is true, several blocks compute parts of the same dK and dV. T is then
+    the float32 sum of these parts, and the thread adds its part atomically.
     """
     if spec.splits_queries:
         return _make_add_columns(spec)
@@ -343,10 +343,12 @@ def make_write_columns(spec):
 
 @part
 def make_write_dv(spec):
-    """Make ``write_dv(rdV, dV, row0, rows_end, thread)``, which writes a thread's part of dV.
+    """Make ``write_dv(rdV, dV, row0, rows_end, thread)``, which writes a thread's part of dV to
+    global memory.
 
-    ``make_write_columns`` explains the arguments. ``thread`` is the record with which the kernel
-    also writes dK. If V has a head dimension of its own, the function converts the record.
+    ``make_write_columns`` explains the arguments. ``thread`` says which elements of dK the thread
+    holds. If V has another head dimension than Q, the function computes from ``thread`` which
+    elements of dV the thread holds.
     """
     write_columns = make_write_columns(spec.of_values)
     if not spec.head_dim_v:

@@ -418,11 +418,11 @@ def make_p(spec):
 @cache
 def make_p_transposed(spec):
     """Make ``p_transposed(sP, place, P, row0, rows_end, col0, cols_end)``, which starts to copy
-    ``spec.step`` rows of P to sP.
+    ``spec.step`` rows and ``spec.Br`` columns of P to sP.
 
-    The copy has ``spec.Br`` columns of P, because ``spec`` describes the transposed tile: a row of
-    the spec is a column of P. ``make_half_tile`` explains the arguments. Standard attention uses
-    the function for PT dO and dST Q.
+    Standard attention uses the function for PT dO and dST Q. ``spec`` describes a tile of the
+    transposed P, so that ``spec.Br`` counts columns of P. ``make_half_tile`` explains the
+    arguments.
     """
     return make_half_tile(spec.step, spec.rows_t, spec.threads, True)
 

@@ -428,12 +428,14 @@ def make_dq_of_planes(spec):
 
 @part
 def make_store_of_planes(spec, of):
-    """Make ``store(sT, rT, tile)``, which stores the planes of PT or dST in shared memory, one
+    """Make ``store(sT, rT, tile)``, which stores the planes of PT or dST in shared memory sT, one
     plane after the other.
 
-    If ``of`` is OF_DV, the matrix is PT. If the registers of each warp contain all elements of PT
-    that the warp multiplies, nothing is stored. If ``of`` is OF_DQ, the matrix is dST. The function
-    then first scales dS in the registers (``make_scale_ds``).
+    - If ``of`` is OF_DV, the matrix is PT. Some kernels do not need PT in shared memory, because
+      the registers of each warp contain all elements of PT that the warp multiplies. In these
+      kernels, nothing is stored.
+    - If ``of`` is OF_DQ, the matrix is dST. The function first scales dS in the registers rT
+      (``make_scale_ds``).
     """
     TM, TN, pitch, PLANES = spec.TM, spec.TN, spec.rows_ds.pitch, spec.planes
     row_of, column_of, PLANE = make_row(spec), make_column(spec), spec.plane_of_scores

@@ -280,10 +280,8 @@ def make_add_dv(spec):
 
     The warp computes the rows of PT from ``row0`` on and the columns of dO from ``col0`` on. ``rP``
     holds the P that this warp has computed. Elements that ``drop`` has marked as dropped are
-    negative.
-
-    If rP contains all elements of PT that the warp multiplies, the function reads them from rP.
-    Otherwise it reads PT from shared memory sP, where ``store_p`` has stored it.
+    negative. If a warp multiplies only elements of PT that it has computed itself, the function
+    takes PT from rP. Otherwise it takes PT from shared memory sP, where ``store_p`` has stored it.
     """
     add = _make_add_transposed_product(spec.of_values, planes.OF_DV, spec)
     if not spec.head_dim_v:

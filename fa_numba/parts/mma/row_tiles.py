@@ -1,5 +1,5 @@
-"""The row tiles that the backward kernels on tensor cores load, in turn, to two stages of shared
-memory.
+"""The row tiles that the backward kernels on tensor cores load, alternately, to two stages of
+shared memory.
 
 A row tile consists of Q, dO, L and D in FlashAttention-2. It consists of Q, dO, O and L in
 FlashAttention-1.

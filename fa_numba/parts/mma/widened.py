@@ -1,20 +1,21 @@
 """Products of 16-bit Q and P with K and V in e4m3 (a float of 8 bits), on tensor cores.
 
-K and V are in pages of a cache, with a float32 scale for each page and head. An element of 16 bits
-in shared memory contains two neighbouring columns of e4m3. ``ldmatrix`` loads such elements, and
-e4m3 become 16-bit floats in registers, which is exact. The order of columns in fragments therefore
-differs from the order of ``products``:
+K and V are in pages of a cache, with a float32 scale for each page and head. The instruction
+``ldmatrix`` loads elements of 16 bits from shared memory. Each of these contains two neighbouring
+columns of e4m3. In registers, e4m3 are converted to 16-bit floats, which is exact. Because of the
+pairs, the columns are in another order in fragments than in ``products``. Four lanes share a row of
+16 columns:
 
-    K, in 16 columns    lane t of four holds the columns 4 t to 4 t + 3 instead of 2 t, 2 t + 1,
-                        8 + 2 t and 8 + 2 t + 1. ``order_queries`` gives the fragments of Q the same
-                        order once, before the loop.
-    V, in 16 columns    lane t of four holds the columns 4 t, 4 t + 2, 4 t + 1 and 4 t + 3 of O.
-                        ``finish_output`` restores the order once, after the loop.
+- K: lane t of the four holds the columns 4 t to 4 t + 3, instead of 2 t, 2 t + 1, 8 + 2 t and 8 + 2
+  t + 1. ``order_queries`` gives the fragments of Q the same order once, before the loop.
+- V: lane t of the four holds the columns 4 t, 4 t + 2, 4 t + 1 and 4 t + 3 of O. ``finish_output``
+  restores the order once, after the loop.
 
-S is multiplied by the scale of K. The scale of V is a factor of P. Scales of V can be so small that
-P times the scale would be below the range of float16. P is therefore multiplied by scale * unit,
-where ``unit`` is the inverse of a power of two near the largest scale so far. If a larger scale
-comes, O is multiplied by the ratio of the units, as the online softmax does for a new maximum.
+S is multiplied by the scale of K. P is multiplied by the scale of V. This scale can be so small
+that the product would be below the range of float16. P is therefore also multiplied by ``unit``,
+the inverse of a power of two near the largest scale so far. If a larger scale comes, O is
+multiplied by the ratio of the new and the old ``unit``, as the online softmax does for a new
+maximum.
 """
 
 from fa_numba.device import cuda, device_function, float32, int32, uint32

@@ -126,8 +126,8 @@ def make_write_columns(spec):
     """Make ``write_columns(rT, T, row0, rows_end, thread)``, which writes a thread's part of dK or
     dV to the array T.
 
-    The column tile begins at row ``row0`` of T. If several blocks share dK and dV
-    (``spec.splits_queries``), the part is added to T atomically instead.
+    The column tile begins at row ``row0`` of T. If ``spec.splits_queries`` is true, several blocks
+    compute parts of the same dK and dV. The thread then adds its part to T atomically.
     """
     if spec.splits_queries:
         return _make_add_columns(spec)

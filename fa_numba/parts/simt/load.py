@@ -56,11 +56,12 @@ def make_tile(rows, columns, places, threads, aligned):
 @part
 def _make_tile_by_columns(per_thread, apart, chunks, places, width):
     """Make the function that ``make_tile`` describes, for the case that all copies of a thread are
-    in one column.
+    in the same columns of the tile.
 
-    A thread makes ``per_thread`` copies, which are ``apart`` rows from each other. The address of
-    its first copy therefore gives the addresses of the others. A copy moves ``width`` floats, and a
-    row of the tile takes ``chunks`` copies.
+    A thread makes ``per_thread`` copies, one below the other, ``apart`` rows from each other. It
+    computes the address of its first copy. The addresses of the further copies are computed from
+    this address with constants. A copy moves ``width`` floats, and a row of the tile takes
+    ``chunks`` copies.
     """
     copy_async = copy4_async if width == 4 else copy1_async
     pitch, flip = places.pitch, flip_of(places)

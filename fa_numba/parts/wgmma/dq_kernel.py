@@ -124,13 +124,11 @@ def make_ds_of_rows(spec):
     """Make ``ds_of_rows(rdS, rdP, rS, rL, rD, tile)``, which computes dS = P o (dP - D) and rounds
     it to 16 bits in rdS.
 
-    | case | contents of rS before the call | what is also computed |
-    |---|---|---|
-    | normally | P, with dropped elements negative (``drop``) | nothing |
-    | a cap, or ``features.scores_stay`` | scores | P and the derivatives of the scores |
-
-    In the second case, dS is also multiplied by the derivatives. ``rdP`` holds dP. ``rL`` and
-    ``rD`` hold L and D of each row. A word of rdS contains two neighbouring elements of dS.
+    ``rdP`` holds dP. ``rL`` and ``rD`` hold L and D of each row. Normally rS holds P, and elements
+    that ``drop`` has marked as dropped are negative. In two cases, rS holds the scores instead:
+    with a cap, and if the kernel keeps the scores until it computes dS (``features.scores_stay``).
+    The function then computes P and the derivatives of the scores, and multiplies dS by these
+    derivatives. A word of rdS contains two neighbouring elements of dS.
     """
     if spec.features.scores_stay:
         return _make_ds_of_modified_rows(spec)

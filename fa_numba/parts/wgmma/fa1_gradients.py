@@ -551,8 +551,8 @@ def make_fa1_write_columns(spec):
 
     The column tile begins at row ``row0`` of dK. Normally the rows are rounded to 16 bits and
     stored in shared memory sK, where the consumer's rows of K were. The copy engine copies them
-    from there to dK. If several blocks share dK (query splits), ``dK`` is a float32 sum, and each
-    thread adds its part atomically from registers instead.
+    from there to dK. With query splits, several blocks compute parts of the same dK. ``dK`` is then
+    the float32 sum of these parts. Each thread adds its part atomically from registers.
     """
     if spec.splits_queries:
         return _make_add_columns(spec)
@@ -568,9 +568,9 @@ def make_fa1_write_columns(spec):
 @part
 def _make_add_columns(spec):
     """Make ``add_columns(rdK, sK, A, row0, head, thread)``, which adds this thread's part of dK to
-    the float32 sum A atomically.
+    the array A atomically.
 
-    ``sK`` is not used.
+    A is the float32 sum of dK in global memory, to which several blocks add. ``sK`` is not used.
     """
     add = column_pairs(spec, make_add_two(spec))
 

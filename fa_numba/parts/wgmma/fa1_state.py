@@ -98,9 +98,13 @@ def make_passes(spec):
     """Make ``passes(block_rows)``, which returns the ranges of columns and rows of FA-1's two loops
     in this block.
 
-    ``block_rows`` is the ``BlockRows`` record of the block. The result has five values: the block's
-    head, the first column of the first column tile, one past the last column, the block's first
-    row, and one past the block's last valid row.
+    ``block_rows`` is the ``BlockRows`` record of the block. The result has five values:
+
+    1. the ``Head`` of the block,
+    2. the first column of the first column tile,
+    3. one past the last column,
+    4. the block's first row,
+    5. one past the block's last valid row.
     """
     column_passes = make_column_passes(spec)
 

@@ -1,7 +1,7 @@
 """Parts of the backward pass on Hopper's tensor cores, for FA-2 and partly for FA-1.
 
-Registers hold the transposed S and dP. Row tiles of Q and dO, with their L and D, are loaded into
-two slots in turn.
+Registers hold the transposed S and dP. Row tiles are loaded into the slots of a pipeline in shared
+memory. A row tile consists of Q, dO, L and D.
 
 For each slot, the array ``sL`` in shared memory contains L of a row tile in units of log2, followed
 by D. ``value_place`` gives the order of the rows in it. An argument ``at`` that follows ``sL`` is
@@ -69,8 +69,8 @@ VALUE_THREADS = 64  # threads that load L and D
 def make_backward_shared_memory(spec):
     """Make ``backward_shared_memory()``, which returns the kernel's shared memory as a record.
 
-    The record is a ``WideShared`` if the consumers share columns, which is so for head dimensions
-    above 128. Otherwise it is a ``BackwardShared``.
+    Normally the record is a ``BackwardShared``. For head dimensions above 128, both consumers
+    compute the same columns, and the record is a ``WideShared``.
     """
     if spec.wide:
         return make_wide_shared_memory(spec)

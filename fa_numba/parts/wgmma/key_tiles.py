@@ -58,22 +58,21 @@ def _make_column_tile(spec):
     """Make ``column_tile()``, which returns the first column of a block's column tile, its K/V head
     and its batch entry.
 
-    The function computes the result from the block's position in the grid (x, y, z). Tc is the
-    number of column tiles:
+    The function computes the result from the block's position in the grid (x, y, z). Normally the
+    grid has the size (Tc, Hk, B): number of column tiles, K/V heads and batch entries. If S blocks
+    share a column tile (``group_splits``), the grid contains Hk S instead of Hk. The second result
+    is then the number of the share, and ``shared_key_head`` returns the K/V head.
 
-    | case | size of the grid |
-    |---|---|
-    | normally | (Tc, Hk, B) |
-    | in chunks of C column tiles (``spec.chunk_tiles``) | (C Hk, B, ceil(Tc / C)) |
+    With ``spec.chunk_tiles``, the column tiles are divided into chunks of C column tiles. The grid
+    then has the size (C Hk, B, ceil(Tc / C)). The first chunk of all heads comes first, then the
+    second chunk of all heads, and so on. This has two advantages:
 
-    If S blocks share a column tile (``group_splits``), the grid contains Hk S instead of Hk. The
-    second result is then the number of the share, and ``shared_key_head`` returns the K/V head.
+    - With a causal mask, most rows visit the first column tiles. The blocks that start last
+      therefore have the least work.
+    - The column tiles of a chunk read the same Q and dO at about the same time.
 
-    In a grid with chunks, the first C column tiles of all heads come before the next C column
-    tiles. With a causal mask, most rows visit the first column tiles. The blocks that start last
-    therefore have the least work. The column tiles of a chunk read the same Q and dO at about the
-    same time. C is a power of two. The results are therefore bits of x, y and z, and cost little to
-    compute again.
+    C is a power of two. The results are therefore bits of x, y and z, and cost little to compute
+    again.
     """
     Bc, C = spec.Bc, spec.chunk_tiles
 
@@ -143,13 +142,13 @@ def make_write_key_tile(spec):
 
 @part
 def _make_own_rows(spec):
-    """Make ``own_rows(i_first, i_end, share, shares)``, which returns the rows of one share: the
-    first row, and one past the last row.
+    """Make ``own_rows(i_first, i_end, share, shares)``, which returns the rows of one block, if
+    several blocks share the rows of a query head: the first row, and one past the last row.
 
-    The rows from ``i_first`` to ``i_end`` - 1 of a query head are divided among ``shares`` shares.
-    A share gets complete row tiles. All shares get an equal number of row tiles, except that the
-    first shares can get one more. ``share`` counts the shares of all query heads. The number of the
-    share in its query head is ``share`` modulo ``shares``.
+    The rows from ``i_first`` to ``i_end`` - 1 are divided among ``shares`` blocks. A block gets
+    complete row tiles. All blocks get an equal number of row tiles, except that the first blocks
+    can get one more. ``share`` is the number of the block among the blocks of all query heads. The
+    number of the block in its query head is ``share`` modulo ``shares``.
     """
     Br = spec.Br
 

@@ -1,15 +1,14 @@
 """Parts of the backward pass for float32 matrices, as sums of 16-bit planes, on Hopper.
 
-The head dimension decides how the two consumer warpgroups share a tile of S:
+Two consumer warpgroups share a tile of S. The head dimension decides how:
 
-| head dimension | columns of S of a consumer | what a consumer computes |
-|---|---|---|
-| up to 64 | 64 columns of its own | dV and dK of its columns, and its part of the sum dQ |
-| above 64 | the tile's only 64 columns | dV or dK, and half of the columns of dQ |
+- Up to 64, a tile of S has 128 columns. Each consumer has 64 of these columns. It computes dV and
+  dK for them, and its part of the sum dQ.
+- Above 64, a tile of S has only 64 columns. One consumer computes dV and the other computes dK, for
+  all 64 columns. Each consumer computes half of the columns of dQ.
 
-The products of each tile are summed in registers of their own. These sums are multiplied by the
-factor that undoes the powers of two of scaled planes. They are then added to the results in
-float32.
+The products of each tile are summed in separate registers. These sums are multiplied by the factor
+that undoes the powers of two of scaled planes. They are then added to the results in float32.
 """
 
 from functools import cache
@@ -98,11 +97,11 @@ def make_ds_of_planes(spec):
 @part
 def make_power_of_ds(spec):
     """Make ``power_of_ds(rdS, w)``, which returns the power of two by which consumer warpgroup w
-    multiplies dS before the split into planes.
+    multiplies dS before it splits dS into planes.
 
-    The power depends on the consumer's largest finite |dS|. Without scaled planes it is 1. The
-    threads of the consumer wait for each other in this function. After the function, no thread of
-    the consumer still reads the dS of the previous tile.
+    The power depends on the largest finite |dS| of all threads of the consumer. Without scaled
+    planes it is 1. In both cases, the threads of the consumer wait for each other in this function.
+    After it, no thread of the consumer still reads the dS of the previous tile from shared memory.
     """
     RS, scaled, (AT, WORDS) = spec.TM * spec.TN, spec.features.scaled, spec.largest_words
     sync_group = make_sync_group(spec)
@@ -289,10 +288,10 @@ def make_add_columns(spec):
 @part
 def make_add_own_dq(spec):
     """Make ``add_own_dq(rdQ, A, row0, col0, unit, head)``, which adds ``unit`` times dQ to the
-    float32 sum A atomically.
+    array A atomically.
 
-    ``rdQ`` holds this thread's part of 64 x 64 elements, which begin at (row0, col0) of A. Rows
-    beyond the sequence are not added.
+    A is the float32 sum of dQ in global memory. ``rdQ`` holds this thread's part of 64 x 64
+    elements, which begin at (row0, col0) of A. Rows beyond the sequence are not added.
     """
     query_rows, add_two = make_query_rows(spec), make_add_two(spec)
     TILES = ceil_div(min(spec.head_dim, PANEL), 8)

@@ -253,9 +253,9 @@ def make_take(spec):
     """Make ``take(schedule, stage)``, by which a consumer reads the work tile of the slot number
     ``stage``.
 
-    The result is the ``WorkTile``, Nq, Nk, the first visited column, one past the last column, and
-    the K/V head. They are separate numbers and not a ``Head``, because the consumer's loop carries
-    them, and a record would take more registers.
+    The result has six values: the ``WorkTile``, Nq, Nk, the first visited column, one past the last
+    column, and the number of the K/V head. The function does not return a ``Head``, because the
+    consumer's loop carries these values, and a record would take more registers.
     """
     read_work_tile, columns_of = make_read_work_tile(spec), make_columns_of(spec)
 
