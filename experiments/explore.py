@@ -122,9 +122,10 @@ def unpack(row: Row) -> Trace:
 
 
 def setting(row: Row) -> tuple[Any, ...]:
-    """Return what both loop orders of one call share.
+    """Return the sizes and options of a row's call, which identify it apart from the loop order.
 
-    The result is (sequence length, head dimension, Br, Bc, "yes" or "no" for causal, window, unit).
+    Rows of FA-1 and FA-2 with equal results belong together. The result is (sequence length, head
+    dimension, Br, Bc, "yes" or "no" for causal, window, unit).
     """
     window = int(row.place.removeprefix("window "))
     causal = "yes" if row.causal else "no"

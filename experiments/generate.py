@@ -112,10 +112,11 @@ def _columns(series: str, place: str, sequences: int, keys: int, machine: str) -
 
 
 def _traffic(series: str, place: str, n: int, machine: str, moved: float) -> Row:
-    """Return the row with the bytes of one sequence for the character that follows n characters.
+    """Return the row with the bytes that attention moves to generate one character of a sequence.
 
-    `place` is CACHE ("with a cache") or WHOLE ("without one"). `moved` is the number of bytes for
-    all SEQUENCES sequences.
+    The character follows `n` characters. `place` is CACHE (generated with a K/V cache) or WHOLE
+    (without a cache). `moved` is the number of bytes for all SEQUENCES sequences together. The row
+    contains the bytes of one sequence.
     """
     common = _columns(series, place, SEQUENCES, n, machine)
     return Row(metric="traffic", unit="bytes", value=moved / SEQUENCES, note=place, **common)

@@ -176,8 +176,9 @@ def whole(rows: Iterable[Row], problem: Problem) -> Found:
     | "measured" | a pass, such as "fwd+bwd" | time in ms |
     | "model", "l2", "dram" | "GB" | bytes of forward plus backward in GB |
 
-    The plan of a call on the GPU may have other tiles than the plan on the emulated device. If the
-    rows contain the closed form for the GPU's tiles, the source "model" is this closed form.
+    Rows may contain the closed form ("model") twice: for the tiles of the plan on the emulated
+    device, and for the tiles of the plan on a GPU. The result then contains the closed form for the
+    GPU's tiles.
     """
     found: Found = {}
     wanted = row_fields(problem)

@@ -157,9 +157,9 @@ def configurations(problem: Problem, hopper: bool = False) -> list[variants.Vari
     If `hopper` is true, the calls are the steps of HOPPER_LADDER. Otherwise they are the steps on
     mma.sync, and FA-1 with the rows or the keys of a tile divided over the warps.
 
-    The last step of a ladder uses the tiles of the plan. If these are the tiles of the step before,
-    the last step makes the same call. It is then not measured, and gets a copy of the rows of the
-    step before.
+    The last step of a ladder has the tiles that the planner chooses. They can be the tiles of the
+    step before. Both steps are then the same call. It is measured once, and the last step gets a
+    copy of the rows.
     """
     steps, before = (HOPPER_LADDER, HOPPER_LADDER[-2]) if hopper else (STEPS, LADDER[-2])
     own, measures = plan(HOPPER if hopper else BASE, problem).tiles, _MEASURES if hopper else _ORDER
@@ -241,10 +241,13 @@ def shares(rows: Sequence[Row], speed: float, head_dim: int) -> dict[str, float]
 
 
 def gains(rows: Sequence[Row]) -> dict[str, float]:
-    """Return the gain of each step as {series: time of the step before / time of the step}.
+    """Return the gain of each step of the ladders, as {series: gain}.
 
-    For the step TWO_STAGES, "the step before" is the step with 32 rows per warp. For FA-1, the gain
-    is the time with keys divided over the warps / the time with rows divided over the warps.
+    | series | gain |
+    |---|---|
+    | a step of a ladder | time of the step before / time of the step |
+    | TWO_STAGES | time of the step with 32 rows per warp / time with TWO_STAGES |
+    | "fa1-mma-rows" | FA-1's time with keys divided over the warps / its time with rows divided |
     """
     times = values(rows, "series", metric="time")
     pairs = [(LADDER[-2].series, TWO_STAGES.series), ("fa1-mma-keys", "fa1-mma-rows")]

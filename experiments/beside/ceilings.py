@@ -129,10 +129,11 @@ MEASURES: dict[str, Callable[[int, int], Timing]] = {
 def _measured(
     kernel: Kernel, blocks: int, steps: int, repeats: int, wanted: float, work: float
 ) -> Timing:
-    """Check the results of a kernel, time the kernel, and return its speed in 10^12 per second.
+    """Check the results of a kernel, time it, and return its speed in 10^12 operations per second.
 
-    `steps` is the kernel's argument, and `work` the number of operations of a launch. Raise
-    WrongResult unless every thread stores the number `wanted`.
+    The kernel is launched with `blocks` thread blocks and with the argument `steps`. `repeats` is
+    the number of timed launches. `work` is the number of operations of a launch. Raise WrongResult
+    if a thread stores another number than `wanted`.
     """
     Y = device.empty((blocks * kernel.threads,))
     argument = device.argument(Y)

@@ -79,9 +79,10 @@ def text_of(algorithm: str) -> list[tuple[str, list[int]]]:
 
 
 def order(trace: Trace, plan_bytes: int) -> Answer:
-    """Return the first panel's answer for one loop order: steps, bytes, tiles and thread blocks.
+    """Return what the first panel of the page shows for one loop order.
 
-    `plan_bytes` is the number of bytes by the closed form.
+    The answer contains the steps of the trace, bytes, tiles and thread blocks. `plan_bytes` is the
+    number of bytes by the closed form.
     """
 
     def moved(arrays: str, kind: str) -> int:

@@ -52,7 +52,9 @@ class Sizes:
     def flops(self, batch: int, context: int) -> int:
         """Return the FLOPs of a training step, by the formula of FA-2's Table 1.
 
-        A sequence has 6 N params + 12 layers hidden N^2 FLOPs. A causal mask does not halve them.
+        A sequence of N tokens has 6 N p + 12 l h N^2 FLOPs, where p is the number of parameters, l
+        is the number of layers and h is the hidden dimension. The formula does not take into
+        account that a causal mask halves the work of attention.
         """
         N = context
         own = 6 * N * self.parameters(N) + 12 * self.layers * self.hidden * N * N

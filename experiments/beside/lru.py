@@ -67,9 +67,12 @@ def _unlink(tile, before, after, box):
 
 @register_jitable
 def _touch(lru, tile, kind):
-    """Access a tile: count the DRAM bytes, evict old tiles, and make the tile the newest.
+    """Simulate one access to a tile: count the bytes that DRAM moves, and update the cache.
 
-    `kind` is LOAD, STORE or UPDATE. `lru` is the state that `_simulate` makes.
+    `tile` is the number of the tile. `kind` is LOAD, STORE or UPDATE (a load and a store). If the
+    tile is not in the cache, it is put into the cache, and the least recently used tiles are
+    evicted. A tile that is larger than the cache is not put into it. `lru` is a tuple of arrays
+    with the state of the cache, which `_simulate` makes.
     """
     sizes, state, before, after, box, capacity = lru
     size = sizes[tile]

@@ -393,10 +393,10 @@ class _Bench:
         )
 
     def _within(self, series: str, causal: bool) -> Any:
-        """Return the context in which a series runs.
+        """Return the context manager in which the calls of a series run.
 
-        For torch's series, it is torch's context parallelism. With a causal mask, torch divides the
-        sequence in a zigzag. For other series, the context does nothing.
+        For torch's series, it switches on torch's context parallelism. With a causal mask, torch
+        then divides the sequence in a zigzag. For other series, the context manager does nothing.
         """
         if series not in _BACKENDS:
             return contextlib.nullcontext()

@@ -159,8 +159,7 @@ class Group(NamedTuple):
 def groups(tasks: Sequence[Task]) -> list[Group]:
     """Return the tasks in their order, as groups of neighbouring tasks.
 
-    A new group begins where the number of GPUs changes, and where profiled tasks follow tasks that
-    are not profiled (or the other way round).
+    All tasks of a group have the same number of GPUs. They are either all profiled or all timed.
     """
     neighbours = itertools.groupby(tasks, lambda task: (task.ranks, task.profiled))
     return [Group(ranks, list(each)) for (ranks, _), each in neighbours]

@@ -167,7 +167,9 @@ class Cache:
 def whole(dtype: Any, **options: Any) -> LayerAttention:
     """Return a function that computes the attention of a layer without a cache.
 
-    The function takes (layer, q, k, v). It computes in the dtype of the array `dtype`.
+    The function takes (layer, q, k, v) and returns the output, in the dtype of q. For the
+    computation, q, k and v are converted to the dtype of `dtype`, which is any array of this dtype.
+    `options` are further options of `flash_attention_2`.
     """
 
     def uncached(layer: int, q: Any, k: Any, v: Any) -> Any:

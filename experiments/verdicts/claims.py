@@ -29,9 +29,10 @@ MORE, LESS, TWICE = Bounds(1, math.inf), Bounds(0, 1), Bounds(2, math.inf)
 
 def counted(series: str, note: str | tuple[str, ...], metric: Any = ("loads", "stores"),
             causal: bool = False, per: float = 1, **more: Any) -> Quantity:  # fmt: skip
-    """Return the number of elements that the emulator counted, divided by `per`.
+    """Return how many elements of an array a series loads or stores, counted on the emulator.
 
-    `note` names the array or arrays. `metric` is "loads", "stores" or both.
+    `note` names the array or several arrays. `metric` is "loads", "stores" or both. The number is
+    divided by `per`, for example by the number of elements of a tile.
     """
     return rows(measured.NAME, series=series, source="counted", metric=metric, note=note,
                 causal=causal, head_dim=D, value=lambda row: row.number / per, **more)  # fmt: skip
@@ -48,7 +49,9 @@ def round_trips(series: str) -> Quantity:
 
 
 def tiles(series: str, array: str, causal: bool = False) -> Pair:
-    """Return two numbers: the tiles of an array that a series loads, and the claim's number."""
+    """Return two numbers to compare: how many tiles of an array a series loads, and the claim's
+    number of tiles.
+    """
     seen = counted(series, array, "loads", causal, TILE * D)
     return seen, TILES * (TILES + 1) / 2 if causal else float(TILES**2)
 
@@ -131,8 +134,9 @@ def over_blocks(series: str, **fields: Any) -> Quantity:
 def reading(least: float, below: float = math.inf) -> Quantity:
     """Return the time of our fastest call with one query row / the time to read K and V once.
 
-    Only caches with at least 16384 keys, at least `least` bytes and fewer bytes than `below` are
-    included.
+    The time to read K and V is their number of bytes / the measured bandwidth of a kernel that only
+    reads. K/V caches are included if they have at least 16384 keys, at least `least` bytes and
+    fewer than `below` bytes.
     """
 
     def long_cache(batch: int, heads_q: int, heads_k: int, d: int, keys: int) -> bool:

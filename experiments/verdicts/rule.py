@@ -283,8 +283,9 @@ def halfway(point: Point) -> bool:
     """Return whether our ratio is at least halfway from 1 to the published ratio.
 
     The scale is logarithmic: halfway from 1 to 4 is 2. A ratio beyond the published ratio is more
-    than halfway. If a range is published, the end that is nearer to 1 is the published ratio. A
-    published ratio of 1 has no half: our ratio must tie with 1.
+    than halfway, so the result is True. If a range is published, the end that is nearer to 1 is
+    used. If the published ratio is 1, or its range contains 1, our ratio must tie with 1 (see
+    `tied`).
     """
     low, high = ends(point.published)
     if low > 1:

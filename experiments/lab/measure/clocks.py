@@ -73,8 +73,8 @@ class Sampling:
 def summarize(text: str) -> dict[str, Any]:
     """Return a summary of the lines that nvidia-smi printed.
 
-    Numbers are of the samples in which the GPU was busy. If it was never busy, they are of all
-    samples.
+    The summary is about the samples in which the GPU was busy. If the GPU was never busy, it is
+    about all samples.
 
     Parameters
     ----------
@@ -84,10 +84,14 @@ def summarize(text: str) -> dict[str, Any]:
     Returns
     -------
     dict
-        "samples" and "busy": the number of all samples, and of samples in which the GPU was busy.
-        Each value of `NUMBERS`, such as "power, W": [minimum, median, maximum]. "held by": maps
-        each reason for a lower clock that occurred to its number of samples. The dictionary is
-        empty if there are no samples.
+        The dictionary has these entries. It is empty if there are no samples.
+
+        | key | value |
+        |---|---|
+        | "samples" | number of all samples |
+        | "busy" | number of samples in which the GPU was busy |
+        | each value of `NUMBERS`, such as "power, W" | [minimum, median, maximum] |
+        | "held by" | {reason why the GPU lowered its clock: number of samples} |
     """
     samples = []
     for line in text.splitlines():

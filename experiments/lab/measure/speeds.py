@@ -162,12 +162,11 @@ def measure(study: Study, options: Options, bench: Bench) -> Iterator[Row]:
 
 
 def _calls(study: Study, problem: Problem, multiprocessors: int) -> Iterator[Variant]:
-    """Yield the calls of a problem that a study measures.
+    """Yield the calls of a problem that a study measures, for each pass and series.
 
-    For a series of FA-1 with query splits, this function chooses the number of splits. A call of
-    the pass "fwd+bwd" gets the number of splits that is best for the backward pass alone. If
-    planning fails, no number can be chosen. The call is then yielded without the option
-    `query_splits`.
+    The calls of FA-1 with query splits need a number of splits, which this function chooses. For
+    the pass "fwd+bwd", it is the best number for the backward pass alone. If planning fails, the
+    call is yielded without the option `query_splits`.
     """
     for pass_ in study.passes:
         for series in study.at(problem, pass_):

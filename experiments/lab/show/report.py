@@ -106,8 +106,12 @@ def shared_tables() -> dict[str, Across]:
 def gpu(store: Store, experiment: str) -> str:
     """Return the name of the GPU whose numbers the pages show for an experiment.
 
-    The first GPU in this list that has recorded the experiment is returned: LATER (an H100), then
-    MACHINE (an H200), then the only other GPU with a recording.
+    | recordings of the experiment | result |
+    |---|---|
+    | LATER (an H100) has a recording | LATER |
+    | otherwise, MACHINE (an H200) has a recording | MACHINE |
+    | otherwise, exactly one other GPU has a recording | this GPU |
+    | all other cases | MACHINE |
 
     Parameters
     ----------
@@ -119,8 +123,7 @@ def gpu(store: Store, experiment: str) -> str:
     Returns
     -------
     str
-        Name of the GPU. If no GPU has recorded the experiment, or if only several other GPUs have,
-        the result is MACHINE.
+        Name of the GPU, such as "nvidia-h200".
     """
     if store.read(experiment, LATER):
         return LATER

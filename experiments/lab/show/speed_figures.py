@@ -221,10 +221,13 @@ def table(
 ) -> tables.Table | None:
     """Return the table of a speed experiment: TFLOP/s of several series, and a ratio.
 
-    The last column is the speed of our FA-2 divided by the speed of torch's kernel. If the study
-    has one pass, the table shows the shortest and the longest sequence length, with all masks. If
-    the study has several passes, the table shows only the longest length, and the causal mask if it
-    was measured.
+    The last column is the speed of our FA-2 divided by the speed of torch's kernel. The number of
+    passes of the study decides which calls the table shows:
+
+    | passes | sequence lengths | masks |
+    |---|---|---|
+    | one | the shortest and the longest | all |
+    | several | the longest | causal; if it was not measured, no mask |
 
     Parameters
     ----------
