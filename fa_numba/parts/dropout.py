@@ -99,8 +99,9 @@ def _make_dropped(rows, columns, column_step):
 def _shared(spec):
     """Return how many rows and how many columns of one draw a thread holds in its registers.
 
-    A draw gives the random bits of eight elements, in 2 rows and 4 columns. Different threads may
-    hold the elements of one draw.
+    A draw gives the random bits of eight elements of P, in 2 rows and 4 columns. If a thread holds
+    all eight elements, the result is (2, 4). If several threads share the elements of a draw, each
+    of them draws the same numbers, and the result is smaller.
     """
     RW, CW, step = spec.row_width, spec.column_width, spec.column_step
     rows = DRAW_ROWS if spec.row_step == APART and spec.TM % (2 * RW) == 0 else 1

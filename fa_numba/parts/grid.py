@@ -122,11 +122,12 @@ def _scaled_rows_of_values(spec):
 
 @part
 def make_query_end(spec):
-    """Make ``query_end(head)``, which returns one past the last valid row of a sequence, as a row
-    of an array of queries.
+    """Make ``query_end(head)``, which returns where the sequence of ``head`` ends in arrays of
+    queries: the number of its last valid row, plus 1.
 
-    Normally the result is ``head.Nq``. Packed sequences are stored one after the other in the
-    array. The result is then the row of the array at which the next sequence begins.
+    Normally each sequence begins at row 0 of its own rows, and the result is ``head.Nq``. Packed
+    sequences are stored one after the other in the same rows. The result is then the row at which
+    the next sequence begins.
     """
     packed = spec.features.packed
 
@@ -140,11 +141,12 @@ def make_query_end(spec):
 
 @part
 def make_key_end(spec):
-    """Make ``key_end(head)``, which returns one past the last valid row of a sequence, as a row of
-    an array of keys.
+    """Make ``key_end(head)``, which returns where the sequence of ``head`` ends in arrays of keys:
+    the number of its last valid row, plus 1.
 
-    Normally the result is ``head.Nk``. Packed sequences are stored one after the other in the
-    array. The result is then the row of the array at which the next sequence begins.
+    Normally each sequence begins at row 0 of its own rows, and the result is ``head.Nk``. Packed
+    sequences are stored one after the other in the same rows. The result is then the row at which
+    the next sequence begins.
     """
     packed = spec.features.packed and not spec.features.page_size
 

@@ -29,17 +29,19 @@ MEASURES = {
 class MmaSpec(Spec):
     """A forward kernel on tensor cores.
 
-    A warp has 16 rows of S, or a multiple of 16, and all columns. With ``splits_keys`` a warp has
-    all rows, and an equal part of the columns. Four threads share a row. Thread (ty, tx), with tx
-    from 0 to 3, has the rows ty + 8 i. Of each 8 columns, it has the columns 2 tx and 2 tx + 1. The
-    module ``intrinsics/matrix.py`` shows these elements in a table.
+    Normally a warp has 16 rows of S, or a multiple of 16, and all columns. With ``splits_keys`` a
+    warp has all rows, and an equal part of the columns. Four threads share a row. Thread (ty, tx),
+    with tx from 0 to 3, has the rows ty + 8 i. Of each 8 columns, it has the columns 2 tx and 2 tx
+    + 1. The module ``intrinsics/matrix.py`` shows these elements in a table.
 
     field         meaning
     dtype         dtype of the 16-bit matrices
     splits_keys   whether the warps divide the columns of S instead of the rows
-    ablated       the measures in ``MEASURES`` that are switched off. If "swizzle" is switched off,
-                  rows in shared memory are padded, unless "padding" is switched off too
+    ablated       the measures in ``MEASURES`` that are switched off
     stages        number of tiles of K, and of V, in shared memory
+
+    Rows in shared memory are swizzled. If ``ablated`` contains "swizzle", they are padded instead.
+    If ``ablated`` also contains "padding", they are neither swizzled nor padded.
     """
 
     dtype: str = "float16"

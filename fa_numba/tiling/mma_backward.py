@@ -22,17 +22,19 @@ UNITS = 3
 class MmaBackwardSpec(GradientSpec, MmaSpec):
     """A backward kernel on tensor cores, with the transposed ST and dPT in registers.
 
-    A warp has 16 or 32 columns of S. ``row_warps`` is the number of warps that share columns. PT
-    and dST are first operands of the products dV += PT dO and dK += dST Q:
+    A warp has 16 or 32 columns of S. ``row_warps`` is the number of warps that have the same
+    columns:
 
-    row_warps   rows of a warp   first operands are read from   columns of dK and dV of a warp
-    1           all rows         registers                      all columns
-    2           half the rows    shared memory                  half the columns
+    - If it is 1, a warp has all rows of S, and computes all columns of dK and dV. PT and dST, the
+      first operands of the products dV += PT dO and dK += dST Q, are in registers.
+    - If it is 2, a warp has half of the rows of S, and computes half of the columns of dK and dV.
+      This halves the registers for dK and dV. The products need all rows of S, so that PT and dST
+      are read from shared memory.
 
-    Two row warps halve the registers for dK and dV. Thread (ty, tx) has the columns tx + 8 j of S
-    and, of each 8 rows, the rows 2 ty and 2 ty + 1. The numbers ty and tx include the position of
-    the warp in the tile. The product dQ = dS K needs all columns of dS. Therefore dST is also
-    stored in shared memory, and ``query_warps`` x ``chunk_warps`` warps share a tile of dQ.
+    Thread (ty, tx) has the columns tx + 8 j of S and, of each 8 rows, the rows 2 ty and 2 ty + 1.
+    The numbers ty and tx include the position of the warp in the tile. The product dQ = dS K needs
+    all columns of dS. Therefore dST is also stored in shared memory, and ``query_warps`` x
+    ``chunk_warps`` warps share a tile of dQ.
 
     With ``vector_adds`` an atomic add adds two neighbouring elements at once. GPUs have such adds
     from compute capability 9.0 on.

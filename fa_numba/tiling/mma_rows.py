@@ -12,19 +12,21 @@ BANKS = 8  # chunks in 128 bytes, which shared memory reads in one step
 class TileRows:
     """The layout of a tile in shared memory: rows of ``columns`` 16-bit elements.
 
-    The rows lie one after the other. ``columns`` must be a multiple of 16. ``ldmatrix`` reads a
-    chunk of 16 bytes from each of 8 neighbouring rows at once. There are no bank conflicts if these
-    8 chunks lie in different positions modulo 128 bytes. There are three layouts:
+    The rows lie one after the other. ``columns`` must be a multiple of 16. A chunk is 8
+    neighbouring elements of a row, which are 16 bytes. ``ldmatrix`` reads one chunk from each of 8
+    neighbouring rows at once. There are no bank conflicts if the addresses of these 8 chunks differ
+    modulo 128 bytes. There are three layouts:
 
-    layout     position of chunk c of row r
-    swizzled   chunk c ^ (r // (8 / g)) % g of the row
-    padded     chunk c of the row; rows begin 16 bytes further apart
-    neither    chunk c of the row; reads can have bank conflicts
+    - Swizzled: the chunks of a row are permuted. Chunk c of row r is stored at the position of
+      chunk ``c ^ (r // (8 / g)) % g``. Here g is the largest power of two that divides the number
+      of chunks of a row, and at most 8.
+    - Padded: the chunks have their normal order. Each row begins 16 bytes further away from the row
+      before.
+    - Neither: the chunks have their normal order, and reads can have bank conflicts.
 
-    g is the largest power of two that divides the number of chunks of a row, and at most 8. Two
-    chunks that fill a 32-byte sector of global memory are also neighbours in a swizzled row. A copy
-    from global memory therefore fetches each sector once. In the padded layout, every other row
-    begins in the middle of 32 aligned bytes. A copy fetches each sector of these rows twice.
+    The swizzle keeps two chunks together that fill a 32-byte sector of global memory. A copy from
+    global memory therefore fetches each sector once. In the padded layout, every other row begins
+    in the middle of 32 aligned bytes. A copy fetches each sector of these rows twice.
     """
 
     columns: int

@@ -24,14 +24,17 @@ BANKS = 32
 class SharedRows:
     """The layout of a tile's rows in shared memory.
 
-    Column c of row r is at the index ``r * pitch + (c ^ unit * (r // step % ways))``. ``pitch`` is
-    the number of floats from the start of a row to the start of the next row. The exclusive or is a
-    swizzle: it puts elements that are read together into different banks. The swizzle moves groups
-    of ``unit`` neighbouring floats. ``step`` neighbouring rows have the same swizzle, and there are
-    ``ways`` different swizzles.
+    ``pitch`` is the number of floats from the start of a row to the start of the next row. Column c
+    of row r is at the index ``r * pitch + (c ^ swizzle)``, where ``swizzle`` is
+    ``unit * (r // step % ways)``. The exclusive or puts elements that are read together into
+    different banks:
 
-    Rows are not padded, because an asynchronous copy then fetches each 32-byte sector of global
-    memory only once.
+    - ``unit`` neighbouring floats of a row stay together.
+    - ``step`` neighbouring rows have the same swizzle.
+    - ``ways`` is the number of different swizzles.
+
+    Rows are not padded. An asynchronous copy then fetches each 32-byte sector of global memory only
+    once.
     """
 
     pitch: int

@@ -505,10 +505,11 @@ def select_wgmma_spec(
     """Return the spec of FA-2's forward kernel on Hopper's tensor cores for ``tiles``.
 
     ``facts`` are the fields of the spec except the sizes. ``shared_limit`` is the shared memory of
-    a thread block in bytes. ``shares`` says whether several thread blocks may share a
-    multiprocessor. If they may, and a thread block has one consumer, the spec is for three thread
-    blocks on a multiprocessor. If three thread blocks do not fit, it is for two, and otherwise for
-    one.
+    a thread block in bytes.
+
+    Normally one thread block runs on a multiprocessor. If ``shares`` is True, and a thread block
+    has one consumer, several thread blocks may share a multiprocessor. The spec is then for three
+    thread blocks if they fit, otherwise for two if they fit, otherwise for one.
 
     The number of slots for Q is max(2, stages), or 1 if shared memory does not hold more slots.
     Raise ValueError as ``within_registers`` does, and for tiles that do not fit in shared memory.

@@ -206,9 +206,9 @@ class WgmmaBackwardSpec(GradientSpec):
     def query_columns(self) -> int:
         """Number of columns of the part of dQ that a consumer computes. The part has 64 rows.
 
-        The number is 64, except in one case. If Q has one panel of 64 columns and V has more
-        panels, the consumers share the 64 columns of dQ, because dV leaves too few registers for
-        more. Two consumers then have 32 columns each.
+        Normally the number is 64. It is smaller if Q has at most 64 columns and V has more. dV then
+        leaves few registers, and the consumers share the 64 columns of dQ. Two consumers have 32
+        columns each.
         """
         return PANEL // self.consumers if self.most_panels > self.panels == 1 else PANEL
 
@@ -310,15 +310,14 @@ class WgmmaBackwardSpec(GradientSpec):
     def masked_part(self) -> WgmmaBackwardSpec:
         """The spec from which the device function ``scale_and_mask`` is made.
 
-        It describes one consumer's part of a tile. ``Features.scores_stay`` means that the kernel
-        keeps the scores until it computes dS.
+        It describes one consumer's part of a tile. Normally ``scale_and_mask`` scales the scores,
+        applies the options that change scores, and hides elements. Two kinds of kernels are
+        different:
 
-        case                                     what ``scale_and_mask`` does
-        ``Features.scores_stay``                 the first of two steps (``hidden_alone``)
-        bias is added early (``bias_first``)     it hides elements; scale and bias were applied
-                                                 before
-        all other cases                          all steps: it scales, applies the options that
-                                                 change scores, and hides elements
+        - If the kernel keeps the scores until it computes dS (``Features.scores_stay``),
+          ``scale_and_mask`` is the first of two steps (``hidden_alone``).
+        - If the bias is added early (``bias_first``), the scale and the bias have been applied
+          before, and ``scale_and_mask`` only hides elements.
         """
         if self.features.scores_stay:
             return hidden_alone(self.part)
@@ -462,10 +461,10 @@ class WgmmaBackwardSpec(GradientSpec):
 
     @property
     def drawing_threads(self) -> int:
-        """Number of consumer threads that have different elements of a tile of S.
+        """Number of consumer threads that hold different elements of a tile of S.
 
-        Four threads share two columns of the tile. If both consumers have the complete tile, only
-        the threads of one consumer count.
+        It is 2 Bc, because four threads share two columns of the tile. In kernels whose consumers
+        all hold the complete tile, the threads of only one consumer are counted.
         """
         return 2 * self.Bc
 

@@ -125,11 +125,11 @@ def _masks_alone(call: BackwardCall) -> bool:
 
 
 def _changes_kept_products(call: BackwardCall) -> bool:
-    """Return whether a call changes the scores by a softcap, or by ALiBi with a head dimension
-    above 48.
+    """Return whether a call changes the scores by a softcap, or by ALiBi with a large head
+    dimension.
 
-    The number 48 is ADDED_BESIDE. The result is False if the kernel keeps the scores in registers
-    until it computes dS (``Features.scores_stay``).
+    A head dimension is large if it is above ADDED_BESIDE = 48. The result is False if the kernel
+    keeps the scores in registers until it computes dS (``Features.scores_stay``).
     """
     slopes = call.features.alibi and call.largest_dim > ADDED_BESIDE
     return (call.features.softcap or slopes) and not call.features.scores_stay

@@ -42,33 +42,39 @@ class ChunkMap:
 
     @property
     def width(self):
-        """Number of neighbouring chunks in a row that the threads copy in one turn."""
+        """Number of neighbouring chunks of a row that the threads copy in one turn."""
         return gcd(self.chunks, self.threads)
 
     @property
     def along(self):
-        """Number of turns after which a row is complete: its chunks divided by ``width``."""
+        """Number of turns after which the current rows are complete: the chunks of a row divided by
+        ``width``.
+        """
         return self.chunks // self.width
 
     @property
     def down(self):
-        """Number of rows in which the threads copy chunks in one turn."""
+        """Number of rows in which the threads copy chunks in one turn: the number of threads
+        divided by ``width``.
+        """
         return self.threads // self.width
 
     @property
     def right(self):
-        """Number of neighbouring elements in a row that the threads copy in one turn."""
+        """Number of neighbouring elements of a row that the threads copy in one turn: 8 times
+        ``width``.
+        """
         return 8 * self.width
 
     @property
     def turns(self):
-        """Number of turns after which the tile is complete."""
+        """Number of turns after which the threads have copied the complete tile."""
         return ceil_div(self.rows, self.down) * self.along
 
     @property
     def whole(self):
-        """Whether every thread copies a chunk in every turn. This is so if ``down`` divides
-        ``rows``.
+        """Whether every thread copies a chunk in every turn. Otherwise the last turns copy fewer
+        rows than ``down``.
         """
         return self.rows % self.down == 0
 
@@ -91,10 +97,10 @@ def make_first_chunk(chunks):
 
 @part
 def make_turn(chunks):
-    """Make ``turn(n)``, which returns the distance of a thread's n-th chunk from its first chunk.
+    """Make ``turn(n)``, which returns how far a thread's n-th chunk is from its first chunk.
 
-    The result is two numbers: the rows from the first chunk downwards, and the elements from the
-    first chunk to the right. ``chunks`` is a ``ChunkMap``.
+    The result is two numbers: the number of rows downwards, and the number of elements to the
+    right. ``chunks`` is a ``ChunkMap``, in which n counts the turns of the copy from 0.
     """
     along, down, right = chunks.along, chunks.down, chunks.right
 

@@ -340,9 +340,11 @@ def make_add_transposed_of_planes(spec, of, whole):
     """Make ``add(rdV, rP, sP, sT, row0, col0, options)``, which adds PT dO to dV, or dST Q to dK,
     for planes.
 
-    ``products.make_add_dv`` explains the arguments of ``add``. ``of`` is OF_DV for dV or OF_DK for
-    dK. ``whole`` is the spec of the kernel. ``spec`` is the same spec, except that it has V's head
-    dimension for dV.
+    ``products.make_add_dv`` explains the arguments of ``add``. The arguments of the factory are:
+
+    - ``of``: OF_DV for dV, or OF_DK for dK.
+    - ``whole``: the spec of the kernel.
+    - ``spec``: equal to ``whole`` for dK. For dV, it has the head dimension of V.
     """
     own, PLANES, PLANE = spec.row_warps == 1, spec.planes, spec.plane_of_scores
     R, K, rows = spec.TN // 2, spec.Br // 16, spec.rows

@@ -307,9 +307,11 @@ def make_add_dk(spec):
 def _make_add_transposed_product(spec, of, whole):
     """Make ``add(rdV, rP, sP, sT, row0, col0, options)``, which adds PT dO to dV, or dST Q to dK.
 
-    ``make_add_dv`` explains the arguments of ``add``. ``of`` is ``planes.OF_DV`` for dV or
-    ``planes.OF_DK`` for dK. ``whole`` is the spec of the kernel. ``spec`` is the same spec, except
-    that it has V's head dimension for dV.
+    ``make_add_dv`` explains the arguments of ``add``. The arguments of the factory are:
+
+    - ``of``: ``planes.OF_DV`` for dV, or ``planes.OF_DK`` for dK.
+    - ``whole``: the spec of the kernel.
+    - ``spec``: equal to ``whole`` for dK. For dV, it has the head dimension of V.
     """
     if spec.planes > 1:
         return planes.make_add_transposed_of_planes(spec, of, whole)

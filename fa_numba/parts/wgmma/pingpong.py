@@ -51,9 +51,10 @@ def make_first_turn(spec):
 def make_take_turn(spec):
     """Make ``take_turn(w)``, which waits until all other warpgroups have begun their products.
 
-    The number of the barrier is in a register. The compiler then reserves all barriers of the
-    block, which costs nothing, because a multiprocessor holds one block. Kernels with a branch for
-    each constant number took up to 1.01 times as long (tests/data/h200_trials.csv).
+    The function waits at named barrier TURN_w. Its number is not a compile-time constant, so that
+    the compiler reserves all named barriers of the block. This costs nothing, because a
+    multiprocessor holds only one block. Kernels with a branch for each constant number took up to
+    1.01 times as long (tests/data/h200_trials.csv).
     """
     threads, turns = GROUP * spec.consumers, spec.takes_turns
 
