@@ -120,7 +120,7 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
 
 
 def sweep_of(row: Row) -> str:
-    """Return the sweep, the part of the experiment, to which a row belongs.
+    """Return the name of a row's sweep: the part of the experiment in which one quantity varies.
 
     The name of the sweep is "tiles, one head" or "tiles, full GPU" (several heads).
     """

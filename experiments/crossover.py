@@ -86,7 +86,7 @@ def _model(problem: Problem) -> Iterator[Row]:
 
 
 def sweep_of(row: Row) -> str:
-    """Return the sweep, the part of the experiment, to which a row belongs.
+    """Return the name of a row's sweep: the part of the experiment in which one quantity varies.
 
     The sequence length varies in both sweeps. The sweeps differ in the number of heads: few or
     many.

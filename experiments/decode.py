@@ -117,7 +117,7 @@ def compared(problem: Problem) -> tuple[str, ...]:
 
 
 def sweep_of(row: Row) -> str:
-    """Return the sweep, the part of the experiment, to which a row belongs.
+    """Return the name of a row's sweep: the part of the experiment in which one quantity varies.
 
     The name of the sweep contains the quantity that varies, and which other quantities are fixed.
     """
@@ -197,9 +197,9 @@ def read_bandwidth(rows: Sequence[Row]) -> float | None:
 
 
 def by_place(rows: Sequence[Row], metric: str) -> dict[Place, dict[str, Row]]:
-    """Return the measured rows of a metric, as {place: {series: row}}.
+    """Return the measured rows of a metric, as {sizes of the problem: {series: row}}.
 
-    A place is (batch, heads of Q, heads of K, rows of Q, keys, head dimension).
+    The sizes are (batch, heads of Q, heads of K, rows of Q, keys, head dimension).
     """
     found: dict[Place, dict[str, Row]] = {}
     for row in rows:

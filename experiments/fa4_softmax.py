@@ -82,13 +82,20 @@ def minimax(degree: int) -> np.ndarray:
 
 
 def exp2(x: np.ndarray, coefficients: np.ndarray) -> np.ndarray:
-    """Return 2^x by a polynomial of the fractional part of x, in the dtype of x."""
+    """Return 2^x, where a polynomial approximates 2^(fractional part of x), in the dtype of x.
+
+    `coefficients` are those of the polynomial, as `minimax` returns them.
+    """
     whole = np.floor(x)
     return np.ldexp(horner(x - whole, coefficients), whole.astype(int))
 
 
 def horner(x: np.ndarray, coefficients: np.ndarray) -> np.ndarray:
-    """Return the value of a polynomial at x, rounded to the dtype of x after each step."""
+    """Return the value of a polynomial at x by Horner's method.
+
+    `coefficients` are those of x^0, x^1 and so on. After each step, the number is rounded to the
+    dtype of x.
+    """
     y = np.zeros_like(x)
     for c in coefficients[::-1]:
         y = y * x + x.dtype.type(c)

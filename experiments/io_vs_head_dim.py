@@ -35,8 +35,9 @@ SEQLENS, OF_N = tuple(1 << n for n in range(9, 17)), 64
 def settings(problem: Problem) -> list[Setting]:
     """Return the calls to measure for a problem. Each call has a series and tile sizes.
 
-    Every series has a call with the planner's tiles, chosen for the emulated device (an H100). FA-1
-    and FA-2 also have a call with the tiles of line 1 of FlashAttention's Algorithm 1 for M floats.
+    Every series has a call with the tiles that fa_numba's planner chooses for the emulated device
+    (an H100). FA-1 and FA-2 also have a call with the tiles that line 1 of FlashAttention's
+    Algorithm 1 gives for an on-chip memory of M floats. M is a constant of this module.
     """
     with device.using("emulator"):
         limit = device.shared_bytes_limit() // FLOAT

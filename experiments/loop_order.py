@@ -118,7 +118,7 @@ def in_setting(problem: Problem) -> bool:
 
 
 def sweep_of(row: Row) -> str:
-    """Return the sweep, the part of the experiment, to which a row belongs.
+    """Return the name of a row's sweep: the part of the experiment in which one quantity varies.
 
     It is "seqlen" (over N in the FA-2 paper's setting) or "heads" (over the number of heads at one
     N).

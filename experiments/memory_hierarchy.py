@@ -127,7 +127,7 @@ def capacities(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def bandwidths(rows: Sequence[Row]) -> dict[str, float]:
-    """Return the bandwidth of "shared", "L2" and "DRAM" in TB/s, as far as measured.
+    """Return the measured bandwidths as {memory: TB/s}; memory is "shared", "L2" or "DRAM".
 
     The bandwidth of L2 is the largest bandwidth of arrays up to half the size of L2. The bandwidth
     of DRAM is the bandwidth of the largest array, which must have at least twice the size of L2.

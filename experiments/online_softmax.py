@@ -71,9 +71,10 @@ def of_vectors(series: str, batch: int, elements: int, machine: str | None) -> d
 
 
 def sweep_of(row: Row) -> str:
-    """Return the sweep, the part of the experiment, to which a row belongs.
+    """Return the name of a row's sweep: the part of the experiment in which one quantity varies.
 
-    In the sweeps, the length of vectors varies, or the sequence length of attention.
+    In the sweeps of softmaxes, the length of the vectors varies. In the sweeps of attention, the
+    sequence length varies.
     """
     if row.series in LABELS:
         return f"length of {row.batch} vectors"
@@ -124,7 +125,11 @@ def _count(series: str, batch: int, V: int) -> Iterator[Row]:
 
 
 def _overflow(series: str, batch: int, V: int) -> Iterator[Row]:
-    """Yield a row with the number of elements of softmax(x + 100) that are NaN."""
+    """Yield a row with the number of NaNs that a softmax of very large numbers contains.
+
+    The softmax is computed on the emulator for `batch` vectors of `V` elements. The elements are
+    random numbers, to which TOO_LARGE is added.
+    """
     x = np.clip(vectors(batch * V), -4, 4).reshape(batch, V) + np.float32(TOO_LARGE)
     with device.using("emulator"), np.errstate(all="ignore"):
         y = fa_numba.softmax(x, algorithm=algorithm(series))

@@ -354,10 +354,10 @@ def kind_of(row: Row) -> str:
 
 
 def ratios(rows: Sequence[Row]) -> dict[tuple[str, str], Over]:
-    """Return ratios of times as {(class, pass): {series: {place: ratio}}}.
+    """Return ratios of times as {(class, pass): {series: {problem: ratio}}}.
 
-    A ratio is the time of the series / the time of our call with unit="auto". A place is a
-    problem's name and sizes.
+    A ratio is the time of the series / the time of our call with unit="auto". The class is a class
+    of shapes. The innermost key is a tuple with the name and the sizes of the problem.
     """
     sizes = ("place", "batch", "heads_q", "heads_k", "seqlen_q", "seqlen_k", "head_dim", "causal")
     times = nested(rows, kind_of, "pass_", attrgetter(*sizes), "series", metric="time")

@@ -70,10 +70,10 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
 def rows_of(
     sizes: Sizes, context: int, batch: int, series: str, machine: str, on: str = "cuda"
 ) -> list[Row]:
-    """Return the rows of one model and series.
+    """Time the training steps of one model with one series, and return the rows.
 
-    If the step does not fit in the memory of the GPU, it is measured with recomputation: the
-    backward pass computes each layer again. The note of the rows says so.
+    If a training step does not fit in the memory of the GPU, it is measured with recomputation: the
+    backward pass computes each layer again. The note of the rows says so. `on` is the device.
     """
     note, failure, timing = sizes.name, "", None
     for recompute in (False, True):

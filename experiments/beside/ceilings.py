@@ -101,8 +101,8 @@ def make_exponentials() -> Kernel:
 def measure_products(multiprocessors: int, repeats: int) -> Timing:
     """Measure the speed of matrix products whose operands stay in shared memory, in TFLOP/s.
 
-    The kernel is launched with one thread block per multiprocessor. `repeats` is the number of
-    timed launches.
+    The kernel is launched with one thread block per multiprocessor. `multiprocessors` is the number
+    of multiprocessors of the GPU. `repeats` is the number of timed launches.
     """
     kernel = partial(_measured, make_multiply(), multiprocessors, PRODUCTS, repeats)
     work = 2 * GROUPS * ROWS * COLUMNS * SUMMED * multiprocessors * PRODUCTS

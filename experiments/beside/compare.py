@@ -190,9 +190,10 @@ def why_not_counted(problem: Problem, pass_: str) -> str:
 
 
 def counted(problem: Problem, pass_: str, side: Side) -> Any:
-    """Return the accesses of one head of k and v, counted on the emulator.
+    """Run one head of a compared call (`side`) on the emulator, and return the counted accesses.
 
-    The inputs are zeros, because the accesses do not depend on their values.
+    The head is one head of k and v, with the heads of q that share it. The inputs are zeros,
+    because the accesses do not depend on the values.
     """
     head = one_head(problem)
     # NumPy has no bfloat16. float16 has as many bytes, and the kernels make the same accesses.
@@ -437,5 +438,8 @@ def table(
 
 
 def _blocks(side: Side) -> int:
-    """Return the number of thread blocks of the main kernel, the kernel with most shared memory."""
+    """Return the number of thread blocks of the main kernel of a compared call.
+
+    The main kernel is the kernel with the most shared memory.
+    """
     return int(np.prod(max(side.planned.kernels, key=lambda k: k.shared_bytes).grid))

@@ -360,9 +360,10 @@ def largest(accesses: io_model.Accesses, problem: Problem, passes: str = "fwd") 
 
 
 def tile_sizes(M: int, d: int, element: int) -> tuple[int, int]:
-    """Return (Br, Bc) by line 1 of FA-1's algorithm, for M KiB of on-chip memory.
+    """Return the tile sizes (Br, Bc) that line 1 of FA-1's Algorithm 1 gives.
 
-    `element` is the number of bytes of an element.
+    `M` is the on-chip memory in KiB, and `d` is the head dimension. `element` is the number of
+    bytes of an element.
     """
     return paper_rule(M * 1024 // element, d)
 

@@ -116,8 +116,9 @@ def loss(
 ) -> Any:
     """Return the cross entropy of the model on tokens (batch, context + 1).
 
-    If `recompute` is true, the backward pass computes each layer again instead of keeping the
-    layer's intermediate results.
+    `w` contains the parameters by name. `attend` computes attention from q, k and v. If `recompute`
+    is true, the backward pass computes each layer again instead of keeping the layer's intermediate
+    results.
     """
     x = F.embedding(tokens[:, :-1], w["tokens"]) + w["places"]
     for n in range(sizes.layers):
@@ -150,9 +151,9 @@ def train(
 ) -> tuple[list[float], float]:
     """Train a model for WARMUP + STEPS steps, in bf16 autocast with AdamW.
 
-    Return the milliseconds of each of the last STEPS steps, and the loss after the last step. Every
-    step trains on the same random tokens, so that the loss must fall. Raise ValueError if the loss
-    does not fall.
+    `recompute` is described in `loss`. Return the milliseconds of each of the last STEPS steps, and
+    the loss of the last step. Every step trains on the same random tokens, so that the loss must
+    fall. Raise ValueError if the loss does not fall.
     """
     w = model(sizes, context, device)
     rng = torch.Generator(device).manual_seed(1)

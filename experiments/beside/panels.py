@@ -50,7 +50,7 @@ class Axis:
     first: Value | None = None
 
     def parse(self, name: str, given: str) -> Value:
-        """Return the value of the input `name` that the text of a request names.
+        """Convert the text of a request (`given`) to a value of the input called `name`.
 
         Raise ValueError if the value is not allowed.
         """
@@ -107,9 +107,10 @@ class Panel:
     note: str = ""
 
     def parse(self, given: Mapping[str, str]) -> dict[str, Value]:
-        """Return the values of the inputs from the texts of a request.
+        """Convert the texts of a request to values of the panel's inputs.
 
-        Raise ValueError for a wrong, unknown or missing input.
+        `given` maps the name of an input to its text. Raise ValueError for a wrong, unknown or
+        missing input.
         """
         unknown = [name for name in given if name not in self.axes]
         missing = [name for name in self.axes if name not in given]
@@ -119,9 +120,10 @@ class Panel:
         return {name: axis.parse(name, given[name]) for name, axis in self.axes.items()}
 
     def at(self, **state: Value) -> Answer:
-        """Return the answer for the given inputs, as plain JSON values.
+        """Return the panel's answer for given values of its inputs, as plain JSON values.
 
-        If `answer` raises ValueError, the result is {"refused": reason}.
+        The inputs are passed by name. If the function `answer` raises ValueError, the result is
+        {"refused": reason}.
         """
         try:
             return {key: plain(value) for key, value in self.answer(**state).items()}

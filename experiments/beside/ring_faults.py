@@ -74,9 +74,10 @@ class Outcome:
 def run(fault: str, ranks: int, device: str, timeout: float = TIMEOUT) -> list[Outcome]:
     """Run `ranks` processes, plant a fault, and return how each rank ended.
 
-    `device` is "cuda" or "cpu". A process that still runs after LIMIT seconds is killed, and the
-    error of its outcome says so. For the faults in VICTIM_DIES, the outcome of the last rank is
-    left out, because the fault itself kills or stops this rank.
+    `device` is "cuda" or "cpu". `timeout` is the timeout of the process group, in seconds. A
+    process that still runs after LIMIT seconds is killed, and the error of its outcome says so. For
+    the faults in VICTIM_DIES, the outcome of the last rank is left out, because the fault itself
+    kills or stops this rank.
     """
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
@@ -115,7 +116,7 @@ def run(fault: str, ranks: int, device: str, timeout: float = TIMEOUT) -> list[O
 
 
 def _wait(done: Callable[[], bool], limit: float, processes: Sequence[Any]) -> None:
-    """Wait until `done` is true, a process has ended, or `limit` seconds have passed."""
+    """Wait until `done()` is true, one of `processes` has ended, or `limit` seconds have passed."""
     end = time.monotonic() + limit
     while not done() and time.monotonic() < end:
         if any(process.exitcode is not None for process in processes):
@@ -124,7 +125,12 @@ def _wait(done: Callable[[], bool], limit: float, processes: Sequence[Any]) -> N
 
 
 def _outcome(folder: Path, rank: int, code: int | None, seconds: float | None) -> Outcome:
-    """Return how a rank ended: what it wrote, or else how its process ended."""
+    """Return how a rank ended.
+
+    Normally the rank has written its outcome to a file in `folder`, which is returned. Otherwise
+    the outcome is made from the exit status of the process (`code`) and the time from the fault to
+    its end (`seconds`). Both are None if the process did not end.
+    """
     written = folder / f"outcome.{rank}"
     if code is None or seconds is None:
         return Outcome(rank, LIMIT, f"did not end within {LIMIT:.0f} s")
@@ -160,7 +166,12 @@ def problems(fault: str, outcomes: Sequence[Outcome]) -> list[str]:
 def _rank(
     rank: int, fault: str, ranks: int, device: str, timeout: float, folder: str
 ) -> None:  # fmt: skip
-    """Make a correct call, then the call with the fault, and write how this rank ended."""
+    """Run one rank, in a process of its own.
+
+    The rank joins the process group, makes a correct call, and then the call with the fault. It
+    writes its outcome to a file in `folder`. `timeout` is the timeout of the process group, in
+    seconds.
+    """
     import torch
 
     torch.set_num_threads(1)
@@ -188,7 +199,11 @@ def _rank(
 
 
 def _call(torch: Any, device: str, longer: int = 1) -> None:
-    """Make a call of ring attention, and wait for the result."""
+    """Make a call of ring attention, and wait for the result.
+
+    `longer` is a factor on the number of rows of this rank. All ranks must have equally many rows,
+    so a factor other than 1 on a single rank is a fault.
+    """
     from fa_numba.torch import ring_attention
 
     shape, dtype = (1, 1, 4 * longer, 8), torch.float32

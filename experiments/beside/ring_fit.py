@@ -158,9 +158,10 @@ def _refitted(rows: Sequence[Row], machine: Measured, ranks: int) -> Measured:
 
 
 def leads(rows: Sequence[Row], ranks: int, series: str, other: str) -> dict[Key, float]:
-    """Return the time of another series / the time of a series, for each call from N=32k on.
+    """Return how much faster one series is than another series, for each call from N=32k on.
 
-    The key is (series, pass, causal, length). A ratio above 1 means that `series` is faster.
+    The number is the time of the series `other` / the time of the series `series`. A number above 1
+    means that `series` is faster. The key is (series, pass, causal, length).
     """
     times = ring_rows.by_key(ring_rows.over(rows, ranks), "time")
     return {

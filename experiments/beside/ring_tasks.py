@@ -92,7 +92,8 @@ def repeats(N: int, series: str = "") -> int:
 def importance(task: Task, gpus: int) -> tuple[int, ...]:
     """Return the sort key of a task. More important tasks have smaller keys.
 
-    The first number is the level in the docstring of this module.
+    The first number is the level, from the table in the docstring of this module. `gpus` is the
+    number of GPUs of the host.
     """
     N, order = task.seqlen, (LINK, MERGE, *MAIN, *SERIES)
     goal = N == GOAL and task.pass_ == "fwd" and not task.causal

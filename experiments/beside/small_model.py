@@ -185,9 +185,10 @@ def steps(
 ) -> Iterator[int]:  # fmt: skip
     """Write the likeliest next character at each position of `characters`, from `first` on.
 
-    `characters` has the shape (sequences, length). After each character, yield the length of the
-    texts so far. If `cached` is true, the model gets only the characters that are new since the
-    last step.
+    `characters` has the shape (sequences, length), and is changed in place. `layer_attention`
+    computes the attention of a layer. After each position, yield the length of the texts so far. If
+    `cached` is true, the attention has a K/V cache: the model then gets only the characters that
+    are new since the last step.
     """
     begin = 0
     for n in range(first, characters.shape[1]):

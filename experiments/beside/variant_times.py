@@ -130,9 +130,11 @@ def planned(series: str, pass_: str, problem: Problem, **options: Any) -> fa_num
 
 
 def options_of(make: Variant, series: str, pass_: str, problem: Problem) -> dict[str, Any]:
-    """Return the options of a variant's call.
+    """Return the options with which our kernels compute a variant.
 
-    Arrays that the variant's function captures are on the GPU.
+    They are the tiles and the variant's `score_mod`, or a block mask made from its `mask_mod`.
+    `make` is the variant: it returns the function. Arrays that the function captures are on the
+    GPU.
     """
     tiles = planned(series, pass_, TIMED, **make(TIMED.seqlen_q, TIMED.heads_q)).tiles
     ((option, function),) = make(problem.seqlen_q, problem.heads_q).items()
@@ -168,9 +170,9 @@ def _saved(make: Variant, problem: Problem, arrays: Sequence[Any]) -> Any:
 
 
 def compile_ours(make: Variant, series: str, pass_: str) -> float:
-    """Return the seconds until all kernels of a pass are planned and compiled.
+    """Plan and compile all kernels of a variant for a series and a pass, and return the seconds.
 
-    Return NaN if all of these kernels were cached on disk before.
+    `make` is the variant. Return NaN if all of these kernels were cached on disk before.
     """
     device.synchronize()
     start = time.perf_counter()
@@ -182,7 +184,7 @@ def compile_ours(make: Variant, series: str, pass_: str) -> float:
 
 
 def compile_flex(make: Variant, pass_: str) -> float:
-    """Return the seconds until flex_attention has been compiled and has returned a result."""
+    """Compile flex_attention for a variant (`make`), run it once, and return the seconds."""
     shapes = (TIMED.q_shape, TIMED.k_shape, TIMED.k_shape, TIMED.q_shape)
     arrays = peers.on_device([np.zeros(shape, np.float32) for shape in shapes], TIMED.dtype)
     device.synchronize()

@@ -49,8 +49,9 @@ def round_trips(series: str) -> Quantity:
 
 
 def tiles(series: str, array: str, causal: bool = False) -> Pair:
-    """Return two numbers to compare: how many tiles of an array a series loads, and the claim's
-    number of tiles.
+    """Return how many tiles of an array a series loads, and how many it loads by the claim.
+
+    The first number is counted on the emulator.
     """
     seen = counted(series, array, "loads", causal, TILE * D)
     return seen, TILES * (TILES + 1) / 2 if causal else float(TILES**2)
@@ -85,8 +86,8 @@ def flops(row: Row) -> float:
 def intensity(experiment: str, *by: str, source: str, **fields: Any) -> Quantity:
     """Return the FLOPs per byte of an experiment's calls.
 
-    `by` are the columns of a row by which the numbers are told apart, such as "seqlen_q". `source`
-    says which bytes are counted, such as "dram". `fields` select the rows.
+    There is one number for each combination of values in the columns `by`, such as "seqlen_q".
+    `source` says which bytes are counted, such as "dram". `fields` are columns that select rows.
     """
     of = partial(rows, experiment, *by, source=source, metric="traffic", **fields)
     return of(value=flops) / of()
@@ -177,7 +178,10 @@ def standard_flops(row: Row) -> float:
 
 
 def at_1024(series: str, **fields: Any) -> Quantity:
-    """Return numbers of a series in float32 at N=1024, from the experiment `claims`."""
+    """Return numbers of a series in float32 at N=1024, from the experiment `claims`.
+
+    `fields` are columns that select rows, such as `metric`.
+    """
     return rows(measured.NAME, series=series, dtype="float32", seqlen_q=1024, **fields)
 
 
@@ -230,7 +234,10 @@ def over(standard: str, causal: bool) -> Pair:
 
 
 def longest(experiment: str, *series: str, **fields: Any) -> Quantity:
-    """Return the length of the longest sequence that was timed with one of the series."""
+    """Return the length of the longest sequence that was timed with one of the series.
+
+    The times are rows of an experiment. `fields` are columns that select rows.
+    """
     return rows(experiment, series=series, metric="time", fold=max,
                 value=lambda row: float(row.seqlen_q), **fields)  # fmt: skip
 

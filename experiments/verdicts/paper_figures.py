@@ -32,15 +32,18 @@ memory_there = partial(of_fa1, item="Fig. 1 left")
 
 
 def layer(series: str, **fields: Any) -> Quantity:
-    """Return numbers from the experiment `gpt2_table`, for fp16 at N=1024 without a mask."""
+    """Return numbers of a series from the experiment `gpt2_table`, for fp16, N=1024 and no mask.
+
+    `fields` are columns that select rows, such as `metric`.
+    """
     return rows("gpt2_table", series=series, dtype="float16", causal=False, seqlen_q=1024,
                 place="", **fields)  # fmt: skip
 
 
 def step(series: str, *names: str) -> Quantity:
-    """Return the time of the named steps of standard attention, added up.
+    """Return the sum of the times of several steps of standard attention.
 
-    The series may also be a fused kernel, whose only step is "fused".
+    `names` are the names of the steps. If the series is a fused kernel, its only step is "fused".
     """
     return rows("gpt2_table", metric="time", dtype="float16", causal=True, series=series,
                 place=names)  # fmt: skip
@@ -49,8 +52,9 @@ def step(series: str, *names: str) -> Quantity:
 def training(series: str, name: str, metric: str, *by: str, **fields: Any) -> Quantity:
     """Return numbers of one series from the experiment `runtime_memory`, by sequence length.
 
-    `name` is a setting, one of runtime_memory.SETTINGS. `by` are further columns of a row by which
-    the numbers are told apart. `fields` select the rows.
+    `name` is a setting, one of runtime_memory.SETTINGS. There is one number for each
+    sequence length and each combination of values in the further columns `by`. `fields` are columns
+    that select rows.
     """
     return rows("runtime_memory", *by, "seqlen_q", series=series, place=name, metric=metric,
                 source="measured", value=runtime_memory.shown, **fields)  # fmt: skip
@@ -60,7 +64,8 @@ def of_tables(name: str, method: str, metric: str, *by: str) -> Quantity:
     """Return the numbers of the FA-1 paper's Tables 9 to 21, by sequence length.
 
     `name` is a setting, one of runtime_memory.SETTINGS. `method` is one of runtime_memory.METHODS.
-    `metric` is "time" or "memory". `by` are further columns by which the numbers are told apart.
+    `metric` is "time" or "memory". There is one number for each sequence length and each
+    combination of values in the further columns `by`.
     """
     metric = runtime_memory.PAPER_METRICS[metric]
     return of_fa1(*by, "seqlen_q", method=method, metric=metric, **runtime_memory.SETTINGS[name][0])
@@ -78,7 +83,10 @@ def slower(name: str) -> Pairs:
 
 
 def over_bc(series: str, dtype: str, **fields: Any) -> Quantity:
-    """Return numbers of a series by Bc, from the experiment `block_size`."""
+    """Return numbers of a series by Bc, from the experiment `block_size`.
+
+    `fields` are columns that select rows, such as `metric`.
+    """
     return rows("block_size", "Bc", series=series, dtype=dtype, head_dim=64, seqlen_q=1024, Br=64,
                 batch=64, heads_q=16, Bc=(64, 128, 256, 512), **fields)  # fmt: skip
 

@@ -247,7 +247,10 @@ LINK = re.compile(r"\[([^]]+)\]\(([^)]+)\)")
 
 
 def links(questions: Sequence[Question]) -> Across:
-    """Return the link definitions in Markdown for the names in brackets in the tables."""
+    """Return the Markdown link definitions, such as "[name]: path", for the tables of questions.
+
+    The cells of the tables contain links as names in brackets.
+    """
     said = dict(pair for q in questions for pair in LINK.findall(f"{q.name} {q.source}"))
     said |= {name: f"figures/tables/{name}.md" for name in registry.names()}
     body = "".join(f"[{words}]: {target}\n" for words, target in said.items())

@@ -341,10 +341,11 @@ def _in_order(points: Iterable[Point], factor: float) -> list[bool]:
 
 
 def _in_shape(points: Iterable[Point], factor: float) -> list[bool]:
-    """Return, for each step of a series, whether our number changes as the published number does.
+    """Return, for each step of a series, whether our numbers change like the published numbers.
 
-    Both must rise, both must fall, or both must stay level; see `_alike`. Raise TypeError if bounds
-    are published instead of numbers.
+    A step goes from one number of the series to the next, such as from N=512 to N=1024. Our numbers
+    and the published numbers must both rise, both fall, or both stay level (see `_alike`, which
+    also takes `factor`). Raise TypeError if bounds are published instead of numbers.
     """
     curves: dict[Place, list[Point]] = {}
     for point in points:

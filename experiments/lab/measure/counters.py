@@ -160,7 +160,8 @@ def traffic(
     planned : Plan, optional
         The plan whose accesses the closed form's row contains. Without a plan there is no such row.
     calls : int, default 1
-        Number of calls. Counters were read for one of them, and are multiplied by this number.
+        Number of equal calls. The counters were read for one call. The rows contain their values
+        times this number.
     note : str, default ""
         Beginning of the rows' note. The reason of a failure follows it.
     **common

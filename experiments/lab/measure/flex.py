@@ -62,7 +62,8 @@ def _as_given(problem: Problem, x: Any) -> Any:
 def _compiled(problem: Problem, q: Any, k: Any, v: Any, **given: Any) -> Callable[[], Any]:
     """Return a function that runs flex_attention, compiled for the problem and its options.
 
-    The arrays are in flex_attention's layout; see `_laid_out`.
+    The arrays are in flex_attention's layout; see `_laid_out`. `given` are the options of the call,
+    as for `call`.
     """
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 

@@ -228,7 +228,8 @@ def _line(plan: Plan, emulated: bool) -> str:
     """Return one line that identifies the launches of a plan.
 
     It contains the name and the digest of each kernel, and one digest of grids, arguments, arrays
-    and numbers of splits.
+    and numbers of splits. `emulated` says whether the plan runs on the emulator, whose kernels have
+    other digests.
     """
     programs = [(each.name, program_of(each, emulated=emulated)) for each in plan.launched]
     kernels = dict.fromkeys(f"{name} {of.digest}" for name, of in programs)

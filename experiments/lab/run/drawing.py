@@ -50,7 +50,11 @@ def side_by_side(runner: Any, names: Sequence[str]) -> None:
 
 
 def _draw(options: Options, look: dict[str, Any], name: str) -> tuple[Report, str]:
-    """Draw a figure in its own process. Return its report and the text that was printed."""
+    """Draw the figures of the experiment `name` in this process.
+
+    Return the report and the text that was printed. `look` are options of the `Console` object,
+    such as its width.
+    """
     said = io.StringIO()
     runner = Runner(options, [], Console(file=said, **look))
     runner.draw(name)

@@ -207,7 +207,10 @@ class Runner:
         self, name: str, measure: Callable[[Bench], Iterable[Row | Sequence[Row]]],
         about: Callable[[str], dict[str, Any]], complete: bool, stored: Sequence[Row] = (),
     ) -> dict[str, Outcome]:  # fmt: skip
-        """Measure, store the rows as they are yielded, and put them into the recording at the end.
+        """Measure an experiment, store the rows meanwhile, and write the recording at the end.
+
+        `measure` takes the `Bench` object and yields rows. `about` returns the description of the
+        run for a machine. `complete` says whether the run measures the complete experiment.
 
         If a run is interrupted, the next run with the same options continues where it stopped. If
         the run is not complete, the next run must also have the same command line.
