@@ -228,11 +228,11 @@ def _make_changed(spec, unit):
 
 @part
 def _make_slope(spec):
-    """Make ``slope(rG, rS, e, scale, place, head)``, which stores the derivative of one score in
-    rG.
+    """Make ``slope(rG, rS, e, scale, place, head)``, which stores the derivative of the score in
+    register e of rS in register e of rG.
 
-    If the gradients of captured arrays need it, the function also stores the score before
-    ``score_mod`` in rG.
+    ``make_slopes`` explains ``scale``. If the gradients of captured arrays need it, the function
+    also stores the score before ``score_mod`` in rG, after the derivatives of all scores.
     """
     features = spec.features
     softcap, of_slope = features.softcap, _slope_text(features)
@@ -292,7 +292,8 @@ def _make_captured(spec):
     """Make ``captured(rG, rdS, e, kept, place, head)``, which adds the contribution of one element
     of S to the gradients of captured arrays.
 
-    The element is in register e. ``rdS`` holds dS, and ``rG`` holds what ``slopes`` has stored.
+    dS of the element is in register e of rdS. ``rG`` holds what ``slopes`` has stored. ``place`` is
+    the position of the element.
     """
     keeps, AT = spec.features.keeps_scores, spec.TM * spec.TN if spec.features.slopes else 0
     add = _make_add_of_one(spec)
@@ -449,8 +450,10 @@ def _texted(text):
 
 @part
 def _make_p_and_ds(spec, values_of, ds_of):
-    """Make ``p_and_ds(rdP, rS, e, given, place, head)``, which computes P and dS of one element,
-    for ``make_p_and_ds``.
+    """Make ``p_and_ds(rdP, rS, e, given, place, head)``, which replaces the score in register e of
+    rS by P, and dP in register e of rdP by dS.
+
+    ``place`` is the position of the element. ``make_p_and_ds`` explains the other arguments.
     """
     p_and_slope, times_slope = make_p_and_slope(spec), make_times_slope(spec.features)
     captured, add = _gradient(spec.features) is not None, _make_add_of_one(spec)
@@ -556,8 +559,11 @@ def _make_value_and_slope(features):
 
 @part
 def _make_hidden(spec):
-    """Make ``hidden(rG, rS, e, scale, place, head)``, which sets one element of rS to
-    ``hidden_score`` if ``mask_mod`` returns false for it.
+    """Make ``hidden(rG, rS, e, scale, place, head)``, which hides the score in register e of rS, if
+    ``mask_mod`` returns false at the position ``place``.
+
+    A hidden score is set to the number that ``hidden_score`` returns. ``rG`` and ``scale`` are not
+    used.
     """
     mod, HIDDEN = spec.features.mask_mod, hidden_score(spec.stays)
     mask_mod = called(mod and mod.value)

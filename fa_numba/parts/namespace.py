@@ -45,7 +45,7 @@ class Parts(ModuleType):
     device function ``q``.
 
     The class is a subclass of ``ModuleType``, because Numba reads attributes of modules while it
-    compiles. A call of ``load.q`` in a kernel therefore costs no time on the GPU.
+    compiles. ``load.q`` is therefore looked up during compilation, which costs no time on the GPU.
 
     Numba does not treat attributes of a module as compile-time constants. The shape of an array in
     a kernel must be such a constant. Kernels therefore use closure variables for these integers.

@@ -62,10 +62,10 @@ def make_read_state(spec):
     """Make ``read_state(rO, rl, rm, state, visit, tile, rows_end)``, which reads O, l and m of a
     row tile from global memory into registers.
 
-    If ``visits.row_starts(visit, j0)`` is true, no pass has written O, l and m of this row tile
-    yet. The function then reads nothing, and sets O = 0, l = 0 and m = -inf. With a sink s, it sets
-    O = 0, l = 1 and m = s. ``visit`` is the integer that ``visits.row_ahead`` has returned for this
-    row tile. It is used only with a block mask.
+    If O, l and m of the row tile have not been written yet, the function reads nothing. It then
+    sets O = 0, l = 0 and m = -inf. With a sink s, it sets O = 0, l = 1 and m = s.
+    ``visits.row_starts`` recognises this case. With a block mask, it needs ``visit`` for this, the
+    integer that ``visits.row_ahead`` has returned.
     """
     row_starts, read_fragments = make_row_starts(spec), make_read_fragments(spec)
     in_place = spec.planes > 1

@@ -121,10 +121,10 @@ def make_read_dq(spec):
     """Make ``read_dq(rdQ, A, visit, tile, rows_end, turn)``, which reads this warp's part of dQ
     from A, the float32 array that stores dQ between the passes of FA-1.
 
-    If ``visits.row_starts(visit, j0)`` is true, no pass has written this row tile of A yet. The
-    function then reads nothing, and sets rdQ to 0. ``visit`` is the integer that
-    ``visits.row_ahead`` has returned for this row tile. It is used only with a block mask. Rows at
-    or past ``rows_end`` become 0. ``query_place`` explains ``turn``.
+    Rows at or past ``rows_end`` become 0. If this row tile of A has not been written yet, the
+    function reads nothing, and sets rdQ to 0. ``visits.row_starts`` recognises this case. With a
+    block mask, it needs ``visit`` for this, the integer that ``visits.row_ahead`` has returned.
+    ``query_place`` explains ``turn``.
     """
     row_starts = make_row_starts(spec)
     pairs, place = _query_pairs(spec), make_query_place(spec)

@@ -112,10 +112,11 @@ def make_scores_of_planes(spec):
 @part
 def _make_add_scores_from(spec, first):
     """Make ``add_from(rS, rT, rQ, sQ, sK, at_q, at_k)``, which adds a part of the product Q KT to
-    the registers rS and rT.
+    registers.
 
-    The sum is over the columns of Q and K from 16 * ``first`` on, in steps of 16 columns. ``at_q``
-    and ``at_k`` are the indices of the warp's first fragments in sQ and sK.
+    The part is the sum over the columns of Q and K from 16 * ``first`` on. Q and K are split into
+    planes. The product of the first planes is added to rS, and the smaller products of planes are
+    added to rT. ``at_q`` and ``at_k`` are the indices of the warp's first fragments in sQ and sK.
     ``products.make_scores`` explains ``rQ``.
 
     The compiler unrolls the loop over columns completely. The function therefore handles at most
@@ -181,11 +182,9 @@ def add_fragment_product_of_planes(spec, drops, times):
     planes.
 
     ``rP`` holds P in float32. The function splits P into planes. With scaled planes, it first
-    multiplies P by ``times``. With ``drops``, a negative element of P is a dropped element and
-    counts as 0.
-
-    The factor ``unit`` must contain the inverse of ``times``. With dropout it must also contain 1 /
-    (1 - dropout_p).
+    multiplies P by ``times``, and the caller's ``unit`` must contain the inverse of ``times``. If
+    ``drops`` is true, negative elements of P are dropped elements and count as 0. The caller's
+    ``unit`` must then contain 1 / (1 - dropout_p).
     """
     R, TN, K, rows, PLANES = spec.TM // 2, spec.TN, spec.TN // 4, spec.value_rows, spec.planes
     STEP, scaled = spec.TM * spec.TN // 2, spec.features.scaled and times != ONE

@@ -109,11 +109,11 @@ def make_add_output(spec):
     """Make ``add_output(rO, rP, sV, unit, options)``, which adds P V to O in registers.
 
     ``rP`` holds P in float32. Elements that ``drop`` has marked as dropped are negative. The
-    function rounds P to 16 bits. If the kernel works with planes, the product is multiplied by the
-    factor ``unit``. Otherwise ``unit`` is ignored.
+    function rounds P to 16 bits. ``unit`` is a factor of the product in kernels that work with
+    planes or with V in e4m3. Other kernels ignore it.
 
-    The function returns ``unit``. It has a new value if V is e4m3
-    (``widened.make_add_output_of_e4m3``).
+    The function returns the ``unit`` for the next call. It differs from the argument only for V in
+    e4m3 (``widened.make_add_output_of_e4m3``).
     """
     if spec.features.page_scales:
         return widened.make_add_output_of_e4m3(spec)
@@ -141,10 +141,10 @@ def _make_add_output(spec):
 
 @part
 def make_finish_output(spec):
-    """Make ``finish_output(rO, unit)``, which completes O after the last tile.
+    """Make ``finish_output(rO, unit)``, which completes O after the last tile, if V is e4m3.
 
-    ``unit`` is the last result of ``add_output``. Only for e4m3 V there is something to do
-    (``widened.make_finish_output_of_e4m3``).
+    ``unit`` is the last result of ``add_output``. ``widened.make_finish_output_of_e4m3`` describes
+    the function. For other V, it does nothing.
     """
     if spec.features.page_scales:
         return widened.make_finish_output_of_e4m3(spec)
@@ -169,10 +169,9 @@ def add_fragment_product(spec, drops):
     """Make ``add_product(rO, rP, sV, options)``, which adds P V to O in registers, for 16-bit
     matrices.
 
-    It is also used for dQ += dS K: dS takes the place of P, and K takes the place of V. ``rP``
-    holds P in float32. The function rounds P to 16 bits. With ``drops``, a negative element of P is
-    a dropped element and counts as 0. The other elements are then multiplied by 1 / (1 -
-    dropout_p).
+    ``rP`` holds P in float32. The function rounds P to 16 bits. If ``drops`` is true, negative
+    elements of P are dropped elements and count as 0. The other elements are then multiplied by 1 /
+    (1 - dropout_p). The function is also used for dQ += dS K, with dS as ``rP`` and K as ``sV``.
     """
     R, TN, DN, rows = spec.TM // 2, spec.TN, spec.DN, spec.value_rows
     K, RA = spec.TN // 4, 4 * (spec.TM // 2)
@@ -267,8 +266,8 @@ def make_add_stage_transposed(spec):
     """Make ``add_stage_transposed(rO, sP, at_p, sV, at_v, row0, col0)``, which adds the product PT
     dO of one stage to rO.
 
-    ``make_add_stage`` explains the arguments, with dO in the place of V. Here ``row0`` and the rows
-    of rO count columns of P.
+    ``make_add_stage`` explains the arguments, with dO as ``sV``. The rows of the result are columns
+    of P, so that ``row0`` is a column of P.
     """
     sizes = spec.TM // 2, spec.DN, spec.step // 16
     return _make_add_shared_product(*sizes, spec.rows_t, spec.rows, spec.dtype, True)

@@ -87,10 +87,10 @@ def make_update_rows(spec):
     """Make ``update_rows(rT, T, factor, visit, tile, rows_end)``, which adds ``factor`` times rT to
     a thread's part of a row tile of T in global memory, without atomic adds.
 
-    Only this thread may access these elements of T. If ``visits.row_starts(visit, j0)`` is true, no
-    pass has written this row tile of T yet. The function then stores ``factor`` times rT without
-    reading T. ``visit`` is the integer that ``visits.row_ahead`` has returned for this row tile. It
-    is used only with a block mask.
+    Only this thread may access these elements of T. If the row tile of T has not been written yet,
+    the function stores ``factor`` times rT without reading T. ``visits.row_starts`` recognises this
+    case. With a block mask, it needs ``visit`` for this, the integer that ``visits.row_ahead`` has
+    returned.
     """
     RT, row_starts = spec.TM * 4 * spec.DN, make_row_starts(spec)
     read_rows = make_read_rows(spec)

@@ -430,9 +430,9 @@ def make_read_dq(spec):
     """Make ``read_dq(rdQ, A, visit, j0, row0, rows_end, head, thread)``, which reads this thread's
     part of dQ from A, the float32 array that stores dQ between the passes.
 
-    If ``visits.row_starts(visit, j0)`` is true, no pass has written this row tile of A yet. The
-    function then reads nothing, and sets rdQ to 0. ``visit`` is the result of ``read_pass_word``.
-    Rows at or past ``rows_end`` become 0.
+    Rows at or past ``rows_end`` become 0. If this row tile of A has not been written yet, the
+    function reads nothing, and sets rdQ to 0. ``visits.row_starts`` recognises this case. With a
+    block mask, it needs ``visit`` for this, the result of ``read_pass_word``.
     """
     pairs, row_starts = pairs_of_dq(spec), make_row_starts(spec)
     place, read_floats = make_query_place(spec), make_read_floats(spec)

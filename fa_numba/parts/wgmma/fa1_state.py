@@ -227,9 +227,9 @@ def make_read_statistics(spec):
     """Make ``read_statistics(rl, rm, out, visit, tile)``, which reads l and m of a row tile from
     global memory into registers.
 
-    If ``visits.row_starts(visit, j0)`` is true, no pass has written l and m of this row tile yet.
-    The function then reads nothing, and sets l = 0 and m = -inf. With a sink s, it sets l = 1 and m
-    = s. ``visit`` is the first result of ``read_named``.
+    If l and m of the row tile have not been written yet, the function reads nothing. It then sets l
+    = 0 and m = -inf. With a sink s, it sets l = 1 and m = s. ``visits.row_starts`` recognises this
+    case. With a block mask, it needs ``visit`` for this, the first result of ``read_named``.
     """
     row_starts, take_sinks = make_row_starts(spec), make_take_sinks(spec)
     read_values, read_maxima = make_read(spec), make_read_maxima(spec)
@@ -251,10 +251,11 @@ def make_take_output(spec):
     """Make ``take_output(rO, rf, shared, slot, visit, tile)``, which reads O from a slot in shared
     memory into rO, and multiplies each row by its factor in rf.
 
-    The function first waits until this consumer's rows of O are in the slot. If
-    ``visits.row_starts(visit, j0)`` is true, no pass has written O of this row tile yet, and rO is
-    set to 0. ``visit`` is the first result of ``read_named``. In kernels that work with planes, the
-    function does nothing, because ``read_output`` reads O.
+    The function first waits until this consumer's part of the slot is full. If O of the row tile
+    has not been written to global memory yet, the slot contains no O, and rO is set to 0.
+    ``visits.row_starts`` recognises this case. With a block mask, it needs ``visit`` for this, the
+    first result of ``read_named``. In kernels that work with planes, the function does nothing,
+    because ``read_output`` reads O.
     """
     if spec.planes > 1:
         return _no_output
@@ -289,10 +290,10 @@ def make_read_output(spec):
     """Make ``read_output(rO, rf, out, visit, tile)``, which reads O from global memory into rO and
     multiplies each row by its factor in rf, in kernels that work with planes.
 
-    This thread has written these elements of O in the pass before. If
-    ``visits.row_starts(visit, j0)`` is true, no pass has written them yet, and rO is set to 0. The
-    function may be called while the product P V is computed in other registers. In kernels without
-    planes, it does nothing, because ``take_output`` reads O.
+    This thread has written these elements of O in the pass before. If they have not been written
+    yet, rO is set to 0 (``visits.row_starts``). The function may be called while the product P V is
+    computed in other registers. In kernels without planes, it does nothing, because ``take_output``
+    reads O.
     """
     row_starts, in_place = make_row_starts(spec), spec.planes > 1
     query_rows, read_fragments = make_query_rows(spec), make_read_fragments(spec)
