@@ -377,9 +377,10 @@ def table(rows: Sequence[Row], causal: bool = False) -> tables.Table | None:
 
 
 def ablation(rows: Sequence[Row]) -> tables.Table | None:
-    """Return the table of the gain on Hopper by matrix products that run during the softmax.
+    """Return the table of one optimisation on Hopper: matrix products that run during the softmax.
 
-    Return None unless both speeds were measured.
+    The table compares the speed with and without the optimisation. Return None if one of both
+    speeds was not measured.
     """
     speeds = values(rows, "series", seqlen_q=ABLATED.seqlen_q, metric="speed")
     if set(speeds) != set(ABLATIONS):

@@ -105,7 +105,8 @@ def orders(
 ) -> Answer:
     """Return the first panel's answer: the traces of both loop orders, and the numbers of tiles.
 
-    The arguments are the inputs of the panel, which the reader chooses. `causal` is "yes" or "no".
+    The arguments are the inputs of the panel, which the reader of the page chooses. `causal` is
+    "yes" or "no". `window` is the number of columns that a row sees on either side, or 0 for all.
     If `mask` is not empty, the reader typed a mask, and the emulator makes the traces. Raise
     ValueError if the mask is not allowed, or if the emulator would take long.
     """

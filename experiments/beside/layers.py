@@ -44,8 +44,8 @@ MODELS = (
 def work(model: Model, N: int, fused: bool) -> dict[str, tuple[int, int]]:
     """Return {part of a layer: (FLOPs, bytes)}.
 
-    If `fused` is true, attention moves Q, K, V and O once, as FlashAttention does at best. Else it
-    also writes and reads S and P.
+    If `fused` is true, attention loads Q, K and V once and stores O once. This is the least that
+    FlashAttention can move. If `fused` is false, attention also writes and reads S and P.
     """
     problem = model.problem(N)
     h, rows = model.hidden, problem.seqlen_q

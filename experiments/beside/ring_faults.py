@@ -127,9 +127,10 @@ def _wait(done: Callable[[], bool], limit: float, processes: Sequence[Any]) -> N
 def _outcome(folder: Path, rank: int, code: int | None, seconds: float | None) -> Outcome:
     """Return how a rank ended.
 
-    Normally the rank has written its outcome to a file in `folder`, which is returned. Otherwise
-    the outcome is made from the exit status of the process (`code`) and the time from the fault to
-    its end (`seconds`). Both are None if the process did not end.
+    Normally the rank has written its outcome to a file in `folder`. The content of this file is
+    returned. Otherwise the outcome is made from the exit status of the process (`code`) and the
+    time from the fault to the end of the process (`seconds`). Both are None if the process did not
+    end.
     """
     written = folder / f"outcome.{rank}"
     if code is None or seconds is None:

@@ -120,9 +120,10 @@ def fit(rows: Sequence[Row]) -> Fit | None:
 
 
 def _refitted(rows: Sequence[Row], machine: Measured, ranks: int) -> Measured:
-    """Return `machine` with the two fitted parameters: the factor on call times, and the step time.
+    """Return a copy of `machine` with fitted values of two parameters, `slower` and `step`.
 
-    The parameters are those with which the largest relative error of the model is smallest.
+    `slower` is a factor on the times of attention calls, and `step` is a further time for each
+    step. The fit minimises the largest relative error of the model on the calls with `ranks` GPUs.
     """
     times = ring_rows.by_key(ring_rows.over(rows, ranks), "time")
     known = errors(rows, machine, ranks)  # only calls whose time the model knows

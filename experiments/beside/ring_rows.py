@@ -128,9 +128,10 @@ def _pass(measured: Measured, part: Problem, ranks: int, travels: str, passes: s
 def _merge_bytes(part: Problem, ranks: int, passes: str) -> int:
     """Return the bytes that the merging kernel accesses in a step.
 
-    The kernel adds the result of the step to a running sum: it loads both, and stores the sum. The
-    results are O in the forward pass, and dQ, dK and dV in the backward pass. With two ranks, the
-    running sum has 16 bits. With more ranks, it is float32. `part` is the problem of one step.
+    The kernel combines the result of the step with the merged result of the steps before: it loads
+    both, and stores one result. The results are O in the forward pass, and dQ, dK and dV in the
+    backward pass. With two ranks, the merged result has 16 bits. With more ranks, it is float32.
+    `part` is the problem of one step.
     """
     n_q, n_k = (math.prod(shape) for shape in (part.q_shape, part.k_shape))
     e = io_model.ring_messages(part)[0] // (2 * n_k)  # K and V

@@ -49,9 +49,9 @@ def round_trips(series: str) -> Quantity:
 
 
 def tiles(series: str, array: str, causal: bool = False) -> Pair:
-    """Return how many tiles of an array a series loads, and how many it loads by the claim.
+    """Return two numbers of tiles to compare: ours and a claim's.
 
-    The first number is counted on the emulator.
+    Our number says how many tiles of an array a series loads. It is counted on the emulator.
     """
     seen = counted(series, array, "loads", causal, TILE * D)
     return seen, TILES * (TILES + 1) / 2 if causal else float(TILES**2)

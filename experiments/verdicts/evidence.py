@@ -82,7 +82,7 @@ class Quantity:
         return self._with(other, lambda a, b: a - b)
 
     def equal(self, wanted: float) -> Quantity:
-        """Return this quantity without the numbers that differ from `wanted`."""
+        """Return the numbers of this quantity that equal `wanted`."""
         return self._along(lambda curve: {p: v for p, v in curve if v == wanted})
 
     def only(self, other: Quantity) -> Quantity:
@@ -149,8 +149,8 @@ class Quantity:
     def most(self) -> Quantity:
         """Return the largest number of each series.
 
-        The key of the result is the place of the numbers without the last element, which varies
-        within a series.
+        For example, the numbers at (64, 512) and (64, 1024) are one series. The largest of them has
+        the key (64,) in the result: the last element is left out.
         """
         return self._along(lambda curve: {curve[0][0][:-1]: max(value for _, value in curve)})
 
@@ -220,7 +220,11 @@ def rows(experiment: str, *by: By, value: Callable[[Row], float] = attrgetter("n
 
 
 def measured(row: Row, value: Callable[[Row], float]) -> float:
-    """Return the number that `value` gives for a row, with its range if a GPU measured the row."""
+    """Return the number that the function `value` computes from a row.
+
+    If the row was measured on a GPU, the result is a `Measured` number with a range. The ends of
+    the range are computed from p20 and p80 of the row.
+    """
     if row.machine in (MODEL, EMULATOR):
         return value(row)
     ranged = row.p20 is not None and row.p80 is not None

@@ -370,10 +370,10 @@ def rescalings(series: str) -> Quantity:
 
 
 def share_of(metric: str) -> Quantity:
-    """Return the share of results for which FA-4's polynomial is exact in bf16.
+    """Return the share of the results of FA-4's polynomial that are correct in bf16.
 
-    With the metric "identical", exact results equal the rounded exact result. With "within_one",
-    they differ by at most one unit in the last place.
+    With the metric "identical", a result is correct if it equals the exact value of 2^x, rounded to
+    bf16. With the metric "within_one", it may differ by one unit in the last place.
     """
     series = f"exp2-degree-{fa4_softmax.FA4_DEGREE}"
     return rows(fa4_softmax.NAME, series=series, metric=metric)

@@ -71,7 +71,7 @@ def make(
 
 
 def shortened(longest: int, problem: Problem) -> Problem:
-    """Return a problem of at most `longest` rows, with one batch entry if it had to be shortened.
+    """Return a problem with at most `longest` rows, for checks that are slow on long problems.
 
     Parameters
     ----------

@@ -266,7 +266,10 @@ class Trace:
         return [held for moves in self.blocks.values() for held in self._held_by(moves)]
 
     def _held_by(self, moves: Sequence[Move]) -> Iterator[Held]:
-        """Yield the intervals in which tiles of one thread block are on chip, given its moves."""
+        """Yield the intervals in which tiles of one thread block are on chip; see `held`.
+
+        `moves` contains the moves of the thread block, in order.
+        """
         end = moves[-1].stop
         shared: dict[tuple[str, int], Move] = {}
         brought = Counter[str]()
@@ -306,7 +309,7 @@ class Trace:
         return [visit for moves in self.blocks.values() for visit in self._visited_by(moves)]
 
     def _visited_by(self, moves: Sequence[Move]) -> Iterator[Visit]:
-        """Yield the visits of one thread block, given its moves."""
+        """Yield the visits of one thread block, whose moves are given; see `visits`."""
         if self.algorithm == "fa1":
             taken = {(h.tile, h.stop): h.start for h in self._held_by(moves) if h.array == "O"}
             j, stored = 0, Counter[int]()

@@ -341,7 +341,8 @@ def differentiated(
     forward : callable
         Computes the result.
     pass_ : str
-        "bwd" keeps the result of one forward pass; "fwd+bwd" computes it again in every call.
+        "bwd": the forward pass runs once, before the first call. "fwd+bwd": every call runs the
+        forward pass and then the backward pass.
     leaves : sequence of torch.Tensor
         Inputs.
     dout : torch.Tensor

@@ -218,7 +218,7 @@ def _names_of(node: ast.Assign | ast.AugAssign) -> set[str]:
 
 
 def _loaded(nodes: Iterable[ast.AST]) -> Iterator[str]:
-    """Yield the names of the variables that the nodes read."""
+    """Yield the names of the variables that the code in the given syntax trees reads."""
     return (x.id for x in nodes if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Load))
 
 
