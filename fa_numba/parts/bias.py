@@ -103,9 +103,10 @@ def make_add_bias(spec, unit, ahead):
 
 @part
 def _make_add_inside(spec, unit):
-    """Make ``add_inside(rS, tile)``, which adds ``unit`` times the bias of a tile to rS.
+    """Make ``add_inside(rS, tile)``, which adds ``unit`` times the bias of a tile to the scores in
+    rS.
 
-    All elements of the tile must be inside of the matrix.
+    It is for tiles that are completely inside of the matrix S, so that no element needs a check.
     """
     TM, TN, (EI, EJ) = spec.TM, spec.TN, spec.element_steps
     row_of, column_of = make_row(spec), make_column(spec)

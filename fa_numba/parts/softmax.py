@@ -213,8 +213,8 @@ def make_row_maximum(spec):
     ``m`` is the maximum of the columns before this tile. The result is ``m`` or the maximum of the
     row in this tile, whichever is larger. The lanes that share the row exchange their maxima. With
     ``spec.folds_scale``, rS holds products without the scale, and their maximum is multiplied by
-    ``scale``. If ``spec.p_exponent`` is not 0, it is subtracted from the maximum of the tile, so
-    that P becomes larger.
+    ``scale``. If ``spec.p_exponent`` is not 0, this number is subtracted from the maximum of the
+    tile, so that P = exp(S - m) becomes larger.
     """
     TN, TX, STEP, folds = spec.TN, spec.tx_count, spec.lane_step, spec.folds_scale
     EXPONENT, lowers = float32(spec.p_exponent), spec.p_exponent > 0

@@ -2,8 +2,9 @@
 m.
 
 Several thread blocks share a row tile, and each block computes a softmax over its own columns. A
-later kernel merges the results of the blocks. For each row, it computes m, the largest maximum of
-all blocks. It multiplies the O and l of a block by e^(m_block - m) and adds the products.
+later kernel merges the results of the blocks. Let m_block be the maximum m of a row in one block,
+and m the largest m_block of the row. The merge multiplies the O and l of each block by e^(m_block -
+m) and adds the products.
 
 A block could also store a logsumexp instead of l and m. The weights of the merge would then be less
 accurate: a logsumexp is rounded, and for large scores its rounding error is visible in the result.

@@ -125,9 +125,9 @@ def make_load_output(spec):
     events: the consumer's part of the slot is empty, and the consumer has written its rows of O in
     the pass before. ``written_phase`` is the phase of the barrier for the second event.
 
-    If ``starts`` is true, no pass has written O of the row tile yet. The function then loads
-    nothing and marks the consumer's part as full. In kernels that work with planes, the function
-    does nothing, because ``read_output`` reads O.
+    ``starts`` is the result of ``name_own_next``. If it is true, O of the row tile has not been
+    written to A yet. The function then loads nothing and marks the consumer's part as full. In
+    kernels that work with planes, the function does nothing, because ``read_output`` reads O.
     """
     (_, _, _, o, written), ROWS = spec.pipelines, GROUP_ROWS
     boxes = spec.Br, spec.float_panels, FLOAT_PANEL, spec.tile_floats
@@ -159,8 +159,8 @@ def make_name_own_next(spec):
     ``spec.reads_state``, its highest bits also contain the state of tile (i0, j0) in the block mask
     (``listed.make_word``).
 
-    In all cases, the function returns whether no pass has written O, l and m of row tile i0 yet
-    (``visits.make_row_starts``).
+    In all cases, the function returns a bool. It is true if O, l and m of row tile i0 have not been
+    written to global memory yet (``visits.make_row_starts``).
     """
     named, word, GROUPS = spec.slots_name_next, make_word(spec), spec.consumers
     row_ahead, row_starts, q = make_row_ahead(spec), make_row_starts(spec), spec.pipelines.q

@@ -203,8 +203,8 @@ def make_load_values(spec):
     """Make ``load_values(shared, L, D, i0, rows_end, slot)``, by which two warps load L and D of a
     row tile into a slot.
 
-    L is stored in units of log2, followed by D. Rows at or past ``rows_end`` get L = 0 and D = 0.
-    Rows that see no column get L = 0.
+    In the slot, D follows L. L is stored in units of log2. Rows at or past ``rows_end`` get L = 0
+    and D = 0. In rows that see no column, L is -inf, and 0 is stored instead.
     """
     Br, place_of, full = spec.Br, value_place, spec.pipelines.q.full
 

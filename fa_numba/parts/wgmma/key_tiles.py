@@ -2,11 +2,10 @@
 pass.
 
 A key tile is a column tile, together with the range of row tiles that visit it. Normally each
-thread computes the key tile itself. The computation is longer in two cases: batch entries have
-different lengths, or several blocks share the rows of a column tile. In these cases, thread 0
-computes the key tile once. It stores nine 32-bit integers in shared memory, which are called the
-words of the key tile. The other threads read a word each time that they need it. This saves
-registers.
+thread computes the key tile itself. The computation is longer in two cases: batch entries can have
+different lengths, or several blocks share the rows of a query head. In these cases, thread 0
+computes the key tile once. It stores 32-bit integers in shared memory, which are called the words
+of the key tile. The other threads read a word each time that they need it. This saves registers.
 
 | number of the word | contents of the word |
 |---:|---|
@@ -59,8 +58,8 @@ def _make_column_tile(spec):
     and its batch entry.
 
     The function computes the result from the block's position in the grid (x, y, z). Normally the
-    grid has the size (Tc, Hk, B): number of column tiles, K/V heads and batch entries. If S blocks
-    share a column tile (``group_splits``), the grid contains Hk S instead of Hk. The second result
+    grid has the size (Tc, Hk, B): number of column tiles, K/V heads and batch entries. If n blocks
+    share a column tile (``group_splits``), the grid contains n Hk instead of Hk. The second result
     is then the number of the share, and ``shared_key_head`` returns the K/V head.
 
     With ``spec.chunk_tiles``, the column tiles are divided into chunks of C column tiles. The grid

@@ -176,8 +176,8 @@ def make_begin(spec):
 def _init_all(arrivals):
     """Make ``init(bars)``, which initialises all barriers.
 
-    ``arrivals`` contains one pair for each kind of slots: the number of slots, and the barriers of
-    one slot (``_init_slot``).
+    ``arrivals`` contains pairs. The first element of a pair is a number of slots. The second
+    element describes the barriers that each of these slots has, as ``_init_slot`` takes them.
     """
     if not arrivals:
         return _nothing

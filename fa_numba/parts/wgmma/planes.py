@@ -149,7 +149,7 @@ def make_write_floats(spec):
     """Make ``write_floats(rO, O, row0, head, thread)``, which writes a warpgroup's rows of O in
     float32.
 
-    The rows of O can start at any address unless the spec is ``aligned``.
+    If ``spec.aligned`` is false, the rows of O can start at any address.
     """
     query_rows = make_query_rows(spec)
     write = make_write_fragments(spec) if spec.aligned else make_write_rows(spec)

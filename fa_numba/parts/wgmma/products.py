@@ -73,8 +73,9 @@ def make_multiply(spec):
 def make_add_product(spec):
     """Make ``add_product(rO, rP, sV, at)``, which begins the product O += P V.
 
-    P is in the registers rP. The tile of V begins at element ``at`` of sV. In 16 bits, the
-    instruction transposes V. It cannot transpose e4m3, so that V is stored by columns.
+    P is in the registers rP. The tile of V begins at element ``at`` of sV. For 16-bit inputs, a row
+    of sV is a row of V, and the matrix instruction transposes V. The instruction cannot transpose
+    e4m3. For e4m3, a row of sV is therefore a column of V.
     """
     d, STEPS, ROWS = spec.columns, spec.Bc // (STEP * spec.per_half), spec.value_tile[0]
     multiply, across = MULTIPLY_REGISTERS[DTYPES[spec.dtype].matrix], int(spec.per_half == 1)
@@ -181,8 +182,9 @@ def make_unscale_output(spec):
     """Make ``unscale_output(rO, head)``, which multiplies O by the factors that the products have
     left out.
 
-    For e4m3, the factor is the scale of V. With dropout, one factor is 1 / (1 - dropout_p). With
-    scaled planes, the other factor undoes the powers of two.
+    - For e4m3, the factor is the scale of V.
+    - With dropout, one factor is 1 / (1 - dropout_p).
+    - With scaled planes, one factor undoes the powers of two.
     """
     if spec.features.scales:
         return _make_scale_values(spec)
