@@ -78,7 +78,10 @@ class Spec(ABC):
 
     @property
     def products(self) -> int:
-        """Number of pairs of planes that one product of matrices multiplies; 1 without planes."""
+        """Number of products of planes that the kernel computes for one product of matrices.
+
+        Without planes the number is 1. With n planes it is n (n + 1) / 2.
+        """
         return sum(range(1, self.planes + 1))
 
     @property

@@ -99,13 +99,14 @@ def spare_taken(features: Features) -> int:
     """Return how many parts of a consumer thread's spare registers the options of a call take.
 
     With three consumer warpgroups, a consumer thread has few registers to spare. They are counted
-    in ``SPARE`` equal parts. The parts of several options are added:
+    in ``SPARE`` equal parts. Each of these options takes some parts, and the result is their sum:
 
-    options                                          parts
-    packed sequences                                 3
-    kv_lens, or key splits together with q_lens      2; 0 for packed sequences
-    alibi_slopes, block_table or dropout_p           SPARE + 1: more than there are
-    window                                           3
+    - Packed sequences take 3 parts.
+    - Without packed sequences, ``kv_lens`` takes 2 parts. Key splits together with ``q_lens`` take
+      2 parts, too, but not in addition to ``kv_lens``.
+    - ``alibi_slopes``, ``block_table`` and ``dropout_p`` take SPARE + 1 parts, which is more than
+      there are. Several of these three options together take this number only once.
+    - ``window`` takes 3 parts.
     """
     ends = 2 if features.kv_lens or (features.splits and features.q_lens) else 0
     ends = 3 if features.packed else ends

@@ -408,14 +408,14 @@ class WgmmaBackwardSpec(GradientSpec):
     def arrivals(self) -> Arrivals:
         """The barriers to initialise, and the numbers of arrivals that complete a barrier.
 
-        barrier             arrivals in FA-2           arrivals in FA-1
-        Q is full           ``fill_arrivals``          1 for Q, and 32 of the warp that loads L
-        dO is full          1                          1
-        O is full           no barrier                 1
-        D is full           no barrier                 64 of two warps that compute D from dO and O
-        row tile is empty   1 of each consumer warp    1 of each consumer warp
-        K and V are full    1                          1
-        K and V are empty   no barrier                 1 of each consumer
+        barrier says that    arrivals in FA-2          arrivals in FA-1
+        Q is full            ``fill_arrivals``         33: 1 for Q, and 32 of the warp that loads L
+        dO is full           1                         1
+        O is full            no such barrier           1
+        D is full            no such barrier           64: two warps that compute D from dO and O
+        row tile is empty    1 of each consumer warp   1 of each consumer warp
+        K and V are full     1                         1
+        K and V are empty    no such barrier           1 of each consumer warpgroup
         """
         kv, q, do, o, d = self.pipelines
         empty = (q.empty, 4 * self.consumers)
@@ -436,12 +436,11 @@ class WgmmaBackwardSpec(GradientSpec):
         """Return (position, count) of the 32-bit words in shared memory that describe tiles.
 
         The words follow the barriers. The position is the index of the first word from the start of
-        shared memory. The count depends on the algorithm and the options:
+        shared memory. The count depends on the algorithm:
 
-        algorithm   options                                            count
-        "fa2"       lengths of batch entries, or ``splits_rows``       ``KEY_TILE_WORDS``
-        "fa1"       a block mask                                       2 for each slot of row tiles
-        any         all other calls                                    0
+        - In FA-2, it is ``KEY_TILE_WORDS`` if batch entries can have different lengths, or with
+          ``splits_rows``. Otherwise it is 0.
+        - In FA-1, it is 2 for each slot of row tiles if there is a block mask. Otherwise it is 0.
         """
         words = KEY_TILE_WORDS if self.features.lengths or self.splits_rows else 0
         if self.algorithm == "fa1":
@@ -450,12 +449,15 @@ class WgmmaBackwardSpec(GradientSpec):
 
     @property
     def fill_arrivals(self) -> int:
-        """Number of arrivals that fill a slot of Q in FA-2's kernel.
+        """Number of arrivals at the barrier of a slot of Q that make the slot full, in FA-2's
+        kernel.
 
-        arrivals   arriving threads
-        1          the thread that loads Q
-        64         two warps that load L and D
-        Bc         only with dropout: one thread for each column of S, which draws random numbers
+        The number is the sum of three numbers:
+
+        - 1 for the thread that loads Q,
+        - 64 for the two warps that load L and D,
+        - with dropout, Bc for the threads that draw random numbers: one thread for each column of
+          S.
         """
         return 1 + 2 * WARP + (self.Bc if self.features.dropout else 0)
 
