@@ -161,8 +161,8 @@ def points(rows: Iterable[Row], algorithm: str, varied: str) -> Points:
 def accesses(rows: Iterable[Row], algorithm: str, varied: str) -> Points:
     """Return loads plus stores per head by closed forms, divided by N d, as {block size: number}.
 
-    `varied` is as for `points`. The rows in float32 are used. The other dtypes have the same
-    numbers.
+    `algorithm` is "fa1" or "fa2". `varied` names the block size that varies, "Br" or "Bc". The rows
+    in float32 are used. The other dtypes have the same numbers.
     """
     mine = [r for r in at_papers_size(rows) if (r.source, r.unit) == ("model", "elements")]
     single = [r for r in mine if r.dtype == "float32"]

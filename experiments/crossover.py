@@ -132,10 +132,16 @@ def crossing(gain: Mapping[int, float]) -> int | None:
 
 
 def in_words(gain: Mapping[int, float] | None) -> str:
-    """Return the text of a cell: the result of `crossing` for the ratios {N: ratio}.
+    """Return the text of a table cell that says from which N the gain is above 1.
 
-    If the gain is above 1 at every N, the text is like "all, from 64". If it is not above 1 at the
-    longest N, the text is like "none to 4096". Without ratios, the text is a dash.
+    `gain` maps N to a ratio.
+
+    | ratios | text |
+    |---|---|
+    | above 1 at every N | like "all, from 64" |
+    | not above 1 at the longest N | like "none to 4096" |
+    | other ratios | the N that `crossing` returns |
+    | None | a dash |
     """
     if not gain:
         return tables.MISSING

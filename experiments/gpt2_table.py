@@ -147,8 +147,9 @@ def gflop(problem: Problem, products: int) -> float:
 def printed_gflop(problem: Problem, products: int) -> float:
     """Return the GFLOP (10^9 FLOPs) as the paper printed them.
 
-    The paper counted the matrix products of one head per batch entry instead of all heads, and 14
-    FLOPs for each score (element of S) of all heads.
+    The printed number is the sum of two parts. The first part is the FLOPs of matrix products, but
+    only of one head per batch entry, although there are more heads. The second part is 14 FLOPs for
+    each score (element of S) of all heads.
     """
     scores = problem.batch * problem.heads_q * problem.seqlen_q * problem.seqlen_k
     return gflop(problem, products) / problem.heads_q + 14 * scores / 1e9

@@ -112,8 +112,8 @@ def at(problem: Problem, M: int, pass_: str = "fwd") -> list[Setting]:
 
     There is a call of each loop order with the tiles that line 1 of the paper's algorithm gives for
     M. In the forward pass, there is also a call with the tiles that fa_numba's planner chooses.
-    This call is left out if its shared memory is larger than M floats, or if M is so small that the
-    tiles of line 1 have fewer than 8 columns.
+    This call is left out in two cases: it needs more shared memory than M floats, or the tiles of
+    line 1 have fewer than 8 columns.
     """
     by_rule = [scaling.ruled(name, problem, M, f"M={M}", pass_) for name in RULED]
     if pass_ == "bwd":

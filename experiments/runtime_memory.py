@@ -266,7 +266,11 @@ def shown(row: Row) -> float:
 
 
 def curve(rows: Sequence[Row], series: str, metric: str, pass_: str, name: str) -> dict[int, float]:
-    """Return the results of `shown` for the selected rows, as {sequence length: value}."""
+    """Return the values of a series over the sequence length, as {sequence length: value}.
+
+    `metric` is "time" or "memory". `name` is the setting, one of SETTINGS. The values are those
+    that the figure shows (see `shown`).
+    """
     mine = select(rows, series=series, metric=metric, pass_=pass_, place=name)
     return {r.seqlen_q: shown(r) for r in sorted(mine, key=lambda r: r.seqlen_q)}
 
@@ -325,7 +329,10 @@ def _ratio(over: dict[int, float], under: dict[int, float], N: int) -> str:
 
 
 def _curves(rows: Sequence[Row], metric: str, pass_: str, name: str) -> dict[str, dict[int, float]]:
-    """Return the results of `curve` by series, and the results of `paper` by method."""
+    """Return our curves and the published curves, as {series or method: {sequence length: value}}.
+
+    A series is ours or torch's (see `curve`). A method is a method of the paper (see `paper`).
+    """
     here = {s: curve(rows, s, metric, pass_, name) for s in (*OURS, *THEIRS)}
     return here | {m: paper(metric, pass_, name, m) for m in METHODS}
 

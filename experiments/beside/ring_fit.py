@@ -3,8 +3,8 @@
 The model holds for a number of GPUs if every modelled time of a call from N=32k on is within 10 %
 of the measured time. If the model does not hold for the largest measured number of GPUs, two of its
 parameters are fitted to these calls: a factor on the time of attention calls in a ring, and a fixed
-time for each step. Predictions for more GPUs then come from the refitted model, and its largest
-error on the calls with fewer GPUs says how far it can be trusted.
+time for each step. Predictions for more GPUs then come from the refitted model. A check of the
+refitted model is its largest error on the calls with fewer GPUs, to which it was not fitted.
 """
 
 import itertools

@@ -2,8 +2,8 @@
 
 Plans use the table `fa_numba/choices/spills.csv`. A row of the table says how many bytes a kernel
 spills if a call has an option (column `option`). The row is valid for head dimensions from `first`
-to `last`. If the column `beside` is not empty, the row is valid only for calls that also have the
-option or the property in this column, such as "lengths" or "no mask".
+to `last`. The column `beside` can contain a second option or property, such as "lengths" or "no
+mask". The row is then valid only for calls that have both.
 
 To fill a row, the kernels of several calls are compiled (see `calls`). The row contains the largest
 number of bytes that one of these kernels spills.

@@ -114,9 +114,9 @@ def fa2(i: int, seen: range, d: int, element: int) -> Iterator[Access]:
 def by_row_tile(trace: Trace) -> Trace:
     """Return FA-2's trace with the thread blocks in the order of their row tiles.
 
-    The kernels number the thread blocks from the last row tile to the first, because under a causal
-    mask the last row tile takes longest. FA-1's trace has one thread block, and is returned
-    unchanged.
+    The kernels number the thread blocks of FA-2 from the last row tile to the first: with a causal
+    mask, the last row tile takes longest and must start first. FA-1's trace has one thread block,
+    and is returned unchanged.
     """
     blocks = sorted(trace.blocks.values(), key=lambda moves: moves[0].first)
     moves, clock = [], 0

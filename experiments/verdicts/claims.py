@@ -252,8 +252,8 @@ def growth_of_accesses(order: str, one: bool) -> Quantity:
 
     The accesses are closed forms. `order` is "FA-1" or "FA-2". The ratios are by head dimension and
     N. The outer loop of FA-1 runs over tiles of Bc keys. The outer loop of FA-2 runs over tiles of
-    Br rows. If `one` is true, only ratios are returned whose N fits into one tile of the outer
-    loop. If it is false, only ratios with larger N are returned.
+    Br rows. If `one` is true, the result contains the lengths N that fit into one tile of the outer
+    loop. If `one` is false, it contains the larger lengths.
     """
     series, of = FLASH[order], attrgetter("Bc" if order == "FA-1" else "Br")
     tile = rows("io_vs_seqlen", "head_dim", "seqlen_q", series=series, fold=max,

@@ -236,13 +236,12 @@ class LocalArray(Unconverted):
             self.summed.clear()
 
     def _compute(self, writes: bool = False) -> None:
-        """Prepare the array for an access that is not a collected multiply-add.
+        """Compute the multiply-adds that `multiply_add` has collected, before another access.
 
-        Normally, this computes the multiply-adds that `multiply_add` has collected, so that the
-        access sees their results. But if asynchronous matrix products of a warpgroup still use the
-        array, nothing was collected. This method then checks whether the access is allowed during
-        these matrix products, and raises RegisterHazard if it is not. `writes` says whether the
-        access is a write.
+        The access then sees their results. While asynchronous matrix products of a warpgroup use
+        the array, nothing is collected. In this case, the method checks whether the access is
+        allowed during these matrix products. It raises RegisterHazard if the access is not allowed.
+        `writes` says whether the access is a write.
         """
         if self.flying:
             for product in self.flying:

@@ -69,8 +69,8 @@ class Mod:
     - ``score_and_factor``: a pair (score, factor), only for ``score_mod`` and ``score_mod_grad``.
       The score is the argument of the caller's function. Usually it is ``scale`` times the product
       of a row of Q and a row of K. The class ``Text`` describes the exceptions. The factor
-      multiplies the returned value, but not a returned slope. It is log2(e) in kernels that compute
-      exponentials as powers of 2, and 1 in other kernels.
+      multiplies the returned value, but not a returned slope. It is log2(e) if the kernel computes
+      the exponential of the value as a power of 2. Otherwise it is 1.
     - ``b``, ``h``, ``i`` and ``j``: batch entry, query head, row and column, as int32.
     - ``origin``: a row or column near i and j. It does not change the result, but the compiler can
       compute differences such as ``i - origin`` when it compiles the kernel.

@@ -370,8 +370,8 @@ def _blocks(
 
     The blocks are from the first head of the first batch entry and from the last head of the last
     batch entry. A block has at most `rows` rows, and at most 1 / `share` of the rows of the
-    sequence. `halves` says where the blocks of a head begin: 0 is a block at the beginning of the
-    sequence, 1 is a block in the middle, and 2 is a block at the end.
+    sequence. `halves` says where in the sequence the blocks are: 0 at the beginning, 1 in the
+    middle, 2 at the end.
 
     Each item has three parts: the index of the block in O, the arrays [q, k, v] of the block, and
     options for `reference.attention`. q has the shape (1, 1, rows, d). k and v have the shape
