@@ -104,7 +104,7 @@ Key = tuple[Any, ...]
 
 
 def key(row: Row) -> Key:
-    """Return the columns of a row that identify the row's call."""
+    """Return the values of a row that identify the call, such as series, N and head dimension."""
     names = ("series", "dtype", "batch", "seqlen_q", "head_dim", "causal", "Br", "Bc")
     return tuple(getattr(row, name) for name in names)
 

@@ -141,7 +141,7 @@ def in_words(gain: Mapping[int, float] | None) -> str:
     | above 1 at every N | like "all, from 64" |
     | not above 1 at the longest N | like "none to 4096" |
     | other ratios | the N that `crossing` returns |
-    | None | a dash |
+    | no ratios | a dash |
     """
     if not gain:
         return tables.MISSING

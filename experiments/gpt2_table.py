@@ -138,7 +138,8 @@ OUR_PRODUCTS = {"torch-unfused": 6}
 def gflop(problem: Problem, products: int) -> float:
     """Return the GFLOP (10^9 FLOPs) of `products` matrix products in every head.
 
-    A product takes 2 N^2 d FLOPs. This is the corrected count of the paper's figure.
+    A product takes 2 N^2 d FLOPs. The numbers that the paper printed are different, because the
+    paper did not count all heads (see `printed_gflop`).
     """
     heads = problem.batch * problem.heads_q
     return 2 * products * heads * problem.seqlen_q * problem.seqlen_k * problem.head_dim / 1e9

@@ -171,9 +171,10 @@ def _panel(ax: Any, rows: Sequence[Row], sources: Sequence[str]) -> None:
 
 
 def _over_n(rows: Sequence[Row]) -> list[tuple[int, float]]:
-    """Return (N, sum of the rows' values) for each sequence length N, sorted.
+    """Return the points of a line over the sequence length N, as a sorted list of (N, value).
 
-    For accesses the sum is loads plus stores. For bytes there is one row per N.
+    If there are two rows for an N, with loads and with stores, the value is their sum. For bytes,
+    there is only one row for each N.
     """
     totals: dict[int, float] = {}
     for row in rows:

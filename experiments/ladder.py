@@ -210,10 +210,11 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
 
 
 def _limits(bench: Bench, hopper: bool) -> Iterator[Row]:
-    """Yield the speeds of matrix products alone and of exponentials alone.
+    """Yield the highest speeds that attention could reach: of matrix products and of exponentials.
 
-    The columns for the sizes of a problem contain the sizes of the matrices. If `hopper` is false,
-    only torch's matrix products are measured.
+    Each speed is measured by a kernel that computes nothing else. In these rows, the columns for
+    the sequence length and the head dimension contain the sizes of the matrices. If `hopper` is
+    false, only torch's matrix products are measured.
     """
     if peers.available():
         yield from bandwidth.matmul_peak(NAME, "float16", bench.machine)

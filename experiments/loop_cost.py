@@ -116,7 +116,8 @@ Steps = Mapping[tuple[str, str, str], float]
 def by_step(rows: Iterable[Row]) -> Steps:
     """Return the values of the rows as {(step, source, metric): value}.
 
-    The rows must be of one problem, pass and unit.
+    A step is a step from FA-1 to FA-2, such as "fa1-splits". All rows must be of one problem, pass
+    and unit.
     """
     found = values(rows, "series", "source", "metric")
     return {(step_of(series), *at): value for (series, *at), value in found.items()}

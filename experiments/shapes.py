@@ -249,7 +249,10 @@ def make(series: str, pass_: str, problem: Problem, arrays: Sequence[Any]) -> Ca
 
 
 def plan_options(pass_: str, point: Point) -> dict[str, Any]:
-    """Return the further arguments of `series.plan` for the call of a point."""
+    """Return the arguments with which `series.plan` plans the call of a point.
+
+    They are the arguments in addition to the series and the problem.
+    """
     own = {"kv_splits": "auto"} if pass_ == "fwd" else {"passes": "bwd", **backward_options(AUTO)}
     return own | call_options(point.problem, shapes=True) | point.given(point.problem)
 

@@ -194,10 +194,10 @@ def _counted(name: str, series: str) -> Iterator[Row]:
 
 
 def elements(rows: Sequence[Row], metric: str = "") -> dict[str, dict[str, float]]:
-    """Return counted values as {variant: {series: value}}.
+    """Return numbers that the emulator counted, as {variant: {series: number}}.
 
-    `metric` names the value. Default: loads plus stores. Variants without a value for each series
-    are left out.
+    `metric` says which numbers. By default, they are loads plus stores. A variant is left out if
+    the number of one of the series is missing.
     """
     wanted = (metric,) if metric else ("loads", "stores")
     found: dict[str, dict[str, float]] = {}

@@ -77,7 +77,8 @@ def _torch(problem: Problem, host: Any, arrays: Any, common: dict[str, Any]) -> 
 def torch_steps(problem: Problem, q: Any, k: Any, v: Any) -> dict[str, Callable[[], Any]]:
     """Return the steps of torch's unfused attention as {step: function}.
 
-    A function uses the results of the steps before. The functions must be called in order.
+    Each function computes one step from the results of the steps before. The functions must
+    therefore be called in order.
     """
     torch = peers.torch
     tq, tk, tv = (torch.as_tensor(x, device="cuda") for x in (q, k, v))

@@ -361,7 +361,10 @@ def _times(
 
 
 def of_fa4(name: str) -> Problem | None:
-    """Return the problem with which flash-attn-4 computes a variant; None if it has no option."""
+    """Return the problem with which flash-attn-4 computes the variant `name`.
+
+    Return None if flash-attn-4 has no option for this variant.
+    """
     options: dict[str, dict[str, Any]] = {
         "causal": {"causal": True},
         "sliding window": {"window": (TIMED.seqlen_q // 8 - 1, 0)},

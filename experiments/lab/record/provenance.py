@@ -42,7 +42,7 @@ def device_name(runs: Sequence[Mapping[str, Any]], otherwise: str) -> str:
 def clocks(run: Mapping[str, Any], experiment: str) -> str:
     """Return sentences about the GPU's clock during a run of an experiment.
 
-    The last full stop is missing.
+    The text ends without a full stop.
     """
     found = run.get("clocks")
     if not found:

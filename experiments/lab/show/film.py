@@ -37,7 +37,10 @@ FRAME, END, MOST_FRAMES = 200, 4000, 240
 
 
 class Side:
-    """The panel of one loop order: a box for each tile, whose colour says where the tile is."""
+    """The panel of one loop order in the film, with a box for each tile of each array.
+
+    The colour of a box says what happens to the tile at a moment, such as that it is on the chip.
+    """
 
     def __init__(self, ax: Any, trace: Trace) -> None:
         self.ax, self.trace, self.steps = ax, trace, steps(trace)
