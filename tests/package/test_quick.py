@@ -68,18 +68,25 @@ def test_every_module_has_a_test_and_every_named_file_exists(quick):
 
 
 def test_imports_are_those_of_the_syntax_tree(quick):
-    """The command finds imports by a regular expression, which is faster than to parse files."""
+    """The command finds imports by a regular expression, which is faster than to parse files.
+
+    It also finds the imports of a program that a file contains as a string.
+    """
     for path in quick._modules()[::17]:
-        found, package = set(), Path(path).parent.parts
+        found, package, programs = set(), Path(path).parent.parts, ""
         for node in ast.walk(ast.parse((ROOT / path).read_text("utf-8"))):
-            if isinstance(node, ast.Import):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                programs += node.value
+            elif isinstance(node, ast.Import):
                 found |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
                 above = package[: len(package) - node.level + 1] if node.level else ()
                 base = ".".join([*above, *([node.module] if node.module else [])])
                 names = {f"{base}.{alias.name}" for alias in node.names}
                 found |= names | {base} if names - quick._names() else names
-        assert quick._imports(path) == found & quick._names(), path
+        imports, found = quick._imports(path), found & quick._names()
+        assert found <= imports, path
+        assert all(f"import {name}" in programs for name in imports - found), path
 
 
 def test_the_tests_of_a_sample_exist(quick):
