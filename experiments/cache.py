@@ -241,10 +241,11 @@ def sizes_of(places: dict[str, float]) -> dict[int, float]:
 
 
 def fitting_size(sizes: dict[int, float], bytes_: float) -> tuple[int, int] | None:
-    """Return the neighbouring sizes of L2 between which the model gives `bytes_` DRAM bytes.
+    """Return the size of L2 for which the model gives `bytes_` DRAM bytes, as a range in MiB.
 
-    `sizes` maps sizes in MiB to the model's bytes. The result is (smaller size, larger size), or
-    None if there are no such sizes.
+    `sizes` maps some sizes of L2 in MiB to the model's DRAM bytes. The result is a pair of
+    neighbouring sizes, (smaller, larger). `bytes_` is between the DRAM bytes of these sizes. Return
+    None if there is no such pair.
     """
     for (small, more), (large, less) in pairwise(sizes.items()):
         if less <= bytes_ < more:

@@ -122,10 +122,10 @@ def unpack(row: Row) -> Trace:
 
 
 def setting(row: Row) -> tuple[Any, ...]:
-    """Return the sizes and options of a row's call, which identify it apart from the loop order.
+    """Return the sizes and options of a row's call, without the loop order.
 
-    Rows of FA-1 and FA-2 with equal results belong together. The result is (sequence length, head
-    dimension, Br, Bc, "yes" or "no" for causal, window, unit).
+    They are (sequence length, head dimension, Br, Bc, "yes" or "no" for causal, window, unit). A
+    row of FA-1 and a row of FA-2 are compared if their sizes and options are equal.
     """
     window = int(row.place.removeprefix("window "))
     causal = "yes" if row.causal else "no"

@@ -376,8 +376,8 @@ def traffic(
     """Return the third panel's answer: tiles, FLOPs, workspace and accesses of each algorithm.
 
     All numbers are closed forms. The arguments are the inputs of the panel, which the reader
-    chooses. `M` is the on-chip memory in KiB. If `tiles` is "rule", Br and Bc follow from `M`, and
-    the arguments `Br` and `Bc` are not used.
+    chooses. `passes` is "fwd" or "bwd". `M` is the on-chip memory in KiB. If `tiles` is "rule", the
+    tile sizes follow from `M`, and the arguments `Br` and `Bc` are not used.
     """
     element = DTYPES[dtype].bytes
     if tiles == "rule":

@@ -80,7 +80,7 @@ def causal_attention(series: str) -> Callable[[Any, Any, Any], Any]:
 
 
 def unfused(q: Any, k: Any, v: Any) -> Any:
-    """Return causal attention whose S and P are in memory."""
+    """Return causal attention, computed in separate steps that store S and P in memory."""
     N = q.shape[-2]
     hidden = torch.ones(N, N, dtype=torch.bool, device=q.device).triu_(1)
     return peers.unfused(q, k, v, q.shape[-1] ** -0.5, hidden)

@@ -101,7 +101,8 @@ def state(kind: str, i: int, row_bytes: int) -> Iterator[Access]:
 def fa2(i: int, seen: range, d: int, element: int) -> Iterator[Access]:
     """Yield the accesses of FA-2's thread block for row tile i in order.
 
-    `seen` contains the column tiles that the row tile sees.
+    `seen` contains the column tiles that the row tile sees. `element` is the number of bytes of an
+    element of Q, K, V and O.
     """
     yield "load", "Q", i, d * element
     for j in seen:

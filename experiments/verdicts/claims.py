@@ -39,9 +39,10 @@ def counted(series: str, note: str | tuple[str, ...], metric: Any = ("loads", "s
 
 
 def round_trips(series: str) -> Quantity:
-    """Return how many times S, P and O are stored, added up over the three arrays.
+    """Return the number of elements of S, P and O that are stored, in units of complete arrays.
 
-    An array that is stored once and completely counts as 1.
+    An array of which every element is stored once counts as 1. The numbers of the three arrays are
+    added up.
     """
     return rows(measured.NAME, series=series, source="counted", metric="stores", causal=False,
                 head_dim=D, note=("S", "P", "O"),

@@ -247,7 +247,7 @@ def lead(ours: str, of: str, item: str, method: str, peer: str, pass_: str, seri
 
 
 def divisor(of: str, item: str, peer: str, pass_: str, series: Any) -> Pairs:
-    """Return the speeds of the divisors of two ratios (`lead`), so that they can be compared.
+    """Return the speeds of the two divisors in the ratios that `lead` returns, to compare them.
 
     The first speed is our speed of `series`. The second speed is the published speed of the kernel
     `peer`, from the figure `item` of the paper `of`. The figure was measured on an H100. The ratios

@@ -326,9 +326,9 @@ def gate(problem: Problem, pass_: str, *arrays: Any, **options: Any) -> Gate:
     pass       options       gate
     =========  ============  ===================================================
     "fwd"      dropout_p     `DropoutGate`: statistics of some rows of O
-    "fwd"      others        `Gate.of_rows`: some rows of O
-    gradients  none          `Gate.of_gradients`: dq, dk and dv of the last head
-    gradients  any           `Gate.of_whole`: all elements of dq, dk and dv
+    "fwd"      no dropout_p  `Gate.of_rows`: some rows of O
+    others     no options    `Gate.of_gradients`: dq, dk and dv of the last head
+    others     any options   `Gate.of_whole`: all elements of dq, dk and dv
     =========  ============  ===================================================
 
     Parameters

@@ -228,7 +228,7 @@ def unfused(
     q: Any, k: Any, v: Any, scale: float, hidden: Any = None, dropout_p: float = 0.0,
     softmax: Callable[[Any], Any] | None = None,
 ) -> Any:  # fmt: skip
-    """Return attention whose S and P are in memory.
+    """Return attention, computed in separate steps that store S and P in memory.
 
     The matrix product multiplies by the scale, so that the scale costs no pass over S. A mask costs
     one pass, as in the benchmark of flash-attention.

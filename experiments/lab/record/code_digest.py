@@ -206,9 +206,10 @@ def _leave_out_unused(tree: ast.FunctionDef | ast.Module) -> None:
 
 
 def _names_of(node: ast.Assign | ast.AugAssign) -> set[str]:
-    """Return the variables that a statement assigns; none if it assigns other things too.
+    """Return the names of the variables that an assignment assigns.
 
-    Other things are elements and attributes of objects.
+    The result is empty if the assignment also changes an element or an attribute of an object, as
+    in ``x[0], y = 1, 2``.
     """
     given = node.targets if isinstance(node, ast.Assign) else [node.target]
     targets = [x for each in given for x in ast.walk(each)]
