@@ -307,7 +307,10 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
 def _check(checks: calls.Checks, series: str, pass_: str, point: Point) -> calls.Check:
     """Return the function that checks the result of a point's call.
 
-    Raise WrongResult if the result of a shorter problem is wrong.
+    A point without options and a forward pass are checked at their own size, by the function that
+    is returned. The gradients of a call with options are checked now, for a shorter problem. In
+    this case, this function raises WrongResult if they are wrong, and the function that is returned
+    accepts every result.
     """
     problem = point.problem
     given = point.given(problem)

@@ -131,7 +131,7 @@ def _merge_bytes(part: Problem, ranks: int, passes: str) -> int:
     The kernel combines the result of the step with the merged result of the steps before: it loads
     both, and stores one result. The results are O in the forward pass, and dQ, dK and dV in the
     backward pass. With two ranks, the merged result has 16 bits. With more ranks, it is float32.
-    `part` is the problem of one step.
+    With a causal mask, the kernel combines half of the rows. `part` is the problem of one step.
     """
     n_q, n_k = (math.prod(shape) for shape in (part.q_shape, part.k_shape))
     e = io_model.ring_messages(part)[0] // (2 * n_k)  # K and V

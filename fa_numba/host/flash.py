@@ -28,8 +28,12 @@ from fa_numba.tiling.spec import FRAGMENT_ROWS
 def forward(request: Request, chosen: Chosen[Unit]) -> Plan:
     """Return the plan of a forward pass: Algorithm 1 of the FA-1 paper or of the FA-2 paper.
 
-    The plan has one kernel. FA-2 with key splits has a second kernel, which merges the splits.
-    ``precision`` other than "ieee" adds kernels that split the matrices into planes.
+    The plan has one attention kernel. Further kernels are added in three cases:
+
+    case                            further kernels
+    FA-2 with key splits            a kernel that merges the splits
+    a ``precision`` like "fp16x3"   kernels that split the matrices into planes
+    inputs in float8_e4m3fn         a kernel that stores V transposed in a workspace
     """
     decided, p = decisions.forward(request, chosen), request.problem
     return_lse, paged = request.choices.return_lse, request.problem.pages is not None
@@ -326,9 +330,10 @@ def _rounding(
 
 
 def _rounding_of_fragments(request: Request) -> tuple[Launch, Buffer]:
-    """Return the launch that rounds the float32 sum of dQ to dQ, and the buffer of the sum.
+    """Return the launch that computes dQ from its float32 sum, and the buffer of the sum.
 
-    The elements of the sum are stored in the order of tensor-core fragments.
+    The kernel multiplies the sum by the scale of the scores, and rounds the product. The elements
+    of the sum are stored in the order of tensor-core fragments.
     """
     kernels, p = UNITS[request.unit].kernels.rows, request.problem
     kernel = kernels.make_round_fragments(p.head_dim, p.dtype)

@@ -404,7 +404,11 @@ class Reader(Slopes):
         raise Refused(f"the call {ast.unparse(node)}", node)
 
     def called(self, function: ast.expr) -> tuple[str, bool]:
-        """Return the name of the called function, and whether it is a function of ``math``."""
+        """Return the name of the called function, and whether it is a function of ``math``.
+
+        Raise Refused if the function's name is not defined, or if device code cannot call the
+        function.
+        """
         if isinstance(function, ast.Name):
             kind = self.of_outside(function)
             if kind.startswith("call "):

@@ -126,7 +126,11 @@ class Recorder:
         return [(name, item) for name, item in named if name not in self._done]
 
     def each(self, items: Iterable[tuple[str, T]]) -> Iterator[T]:
-        """Yield the items of `left`. Rows added before the next item belong to the current item."""
+        """Yield each item of the pairs (name, item), and store the rows of each item after it.
+
+        Rows that are added while an item is current belong to this item. When the next item is
+        requested, the rows are written to the unfinished recording, and the item counts as done.
+        """
         for name, item in items:
             self._at_work = []
             yield item
