@@ -134,11 +134,17 @@ class Growing(Chained):
         return Growth(scale, slope, log)
 
     def of_infinities(self, value: str, a: Term, b: Term) -> str:
-        """Write the statements of the quotient a / b of two values that grow.
+        """Write the statements that correct the quotient a / b where a and b are both infinite.
 
-        Return the name of the quotient. ``value`` is the name of the quotient that division gives.
-        It is NaN where a and b are both infinite. There, the result is computed from the logarithms
-        of a and b.
+        Let a = exp(200) and b = exp(199). Both are infinite in float32, and the division inf / inf
+        gives NaN. The correct quotient is exp(log(a) - log(b)), with the sign of a * b. The
+        logarithms, 200 and 199, are known from ``a.growth`` and ``b.growth``. The statements compute
+        this quotient, and select it where a and b are infinite. Everywhere else they select the
+        result of the division.
+
+        ``value`` is the name of the variable that contains the result of the division. Return the
+        name of the variable that contains the corrected quotient. Return ``value`` if one of the
+        logarithms is not known.
         """
         assert a.growth is not None and b.growth is not None
         if not (a.growth.log and b.growth.log):
