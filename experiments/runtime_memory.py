@@ -144,10 +144,12 @@ class _Session:
             yield from self._series(problem, name, series, arrays, options, held)
 
     def longest(self) -> Iterator[Row]:
-        """Yield the rows for one sequence of LONGEST rows. Its rows repeat a shorter sequence.
+        """Yield the measured times and memory of calls with one sequence of length LONGEST.
 
-        The result is compared with the result of the shorter sequence, at the beginning and at the
-        end.
+        Each measurement is yielded as a `Row`. The inputs of the long sequence are copies of a
+        shorter sequence, one after the other. The output is therefore the output of the shorter
+        sequence, repeated. The first and the last copy of the output are compared with the correct
+        output of the shorter sequence.
         """
         problem = replace(setting(SEQLENS[-1]), batch=1)
         one, N = self._inputs(problem), problem.seqlen_q

@@ -305,12 +305,14 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
 
 
 def _check(checks: calls.Checks, series: str, pass_: str, point: Point) -> calls.Check:
-    """Return the function that checks the result of a point's call.
+    """Return the function that checks the result of a timed call.
 
-    A point without options and a forward pass are checked at their own size, by the function that
-    is returned. The gradients of a call with options are checked now, for a shorter problem. In
-    this case, this function raises WrongResult if they are wrong, and the function that is returned
-    accepts every result.
+    `point` contains the problem and the options of the call. The output of a forward pass is
+    checked by the returned function. Gradients of a long problem are too slow to check.
+    Instead, `_check` itself computes and checks the gradients of a shorter problem. The returned
+    function then accepts every result. Gradients with dropout or padding are handled in this way at
+    any length. Each of the two checks raises
+    WrongResult if a result is wrong.
     """
     problem = point.problem
     given = point.given(problem)

@@ -6,11 +6,12 @@ rank computes one attention call and merges the result, while parts travel on th
     T = sum over the steps s of max(call_s + merge_s, bytes on the link / bandwidth)
 
 During step s, the link carries the operands for step s + 1 and the results of step s - 1. If
-results travel, half of the first step's heads are computed at the end, while the last results
-travel home. With a causal mask, the first step is causal, and the other steps have half of the
-pairs of rows and columns. A rank has N / ranks rows of the sequence. The time call_s is therefore
-based on the measured time of one GPU for a sequence of N / ranks rows. A rank sends and receives at
-the same time. The model ignores latency, other traffic, and waiting for slower ranks.
+results are sent too, a rank computes only half of the heads in the first step. It computes the
+other half at the end of the call, while it waits for the last results. With a causal mask, the
+first step is causal, and the other steps have half of the pairs of rows and columns. A rank has N /
+ranks rows of the sequence. The time call_s is therefore based on the measured time of one GPU for a
+sequence of N / ranks rows. A rank sends and receives at the same time. The model ignores latency,
+other traffic, and waiting for slower ranks.
 
 `ring_fit` compares the model with measured calls. If the model does not hold, `ring_fit` fits two
 further parameters: a factor on the time of the calls, and a time for each step.

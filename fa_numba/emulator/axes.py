@@ -130,10 +130,10 @@ class Axes(Unconverted):
         return self._check(place)
 
     def _check(self, place: tuple[Any, ...]) -> Any:
-        """Check the bounds of indices along the first axes, and return the selected position.
+        """Check the bounds of an index, and return the index as one row-major number.
 
-        The position is the row-major index of the selected part among all parts of the same number
-        of axes.
+        `place` has one index for each of the first axes, or for all axes. For an array of shape
+        (4, 8, 16), `place` (i, j) gives i * 8 + j. `place` (i, j, k) gives (i * 8 + j) * 16 + k.
         """
         e: Any = 0
         for i, n in zip(place, self.whole, strict=False):

@@ -113,14 +113,16 @@ class Knowledge(Waiting):
         return np.concatenate([known[:threads].reshape(-1, WARP).min(axis=1), known[threads:]])
 
     def known_by(self, tids: np.ndarray, exactly: bool = False) -> np.ndarray:
-        """Return which accesses all of the threads `tids` know to have happened before.
+        """Return which accesses happened before the next access of every thread in `tids`.
 
-        The result is a row `known` with one stamp per thread of the thread block. Every access by
-        thread t with a stamp below known[t] happened before the next accesses of all threads
-        `tids`. The further columns of the row are described at the top of this module.
+        A stamp numbers accesses in the order of time. The result is an array with one stamp for
+        each thread of the thread block. Every access of thread t with a lower stamp than entry t of
+        the array happened before. After the entries for threads, the array contains entries for
+        accesses of the hardware, which the top of this module describes.
 
-        The stamps may be lower than necessary, which is safe and faster to compute. With `exactly`,
-        they are as high as possible.
+        By default, the stamps may be lower than necessary, because low stamps are faster to
+        compute. A low stamp never hides a race. If `exactly` is set, the stamps are as high as
+        possible.
         """
         if exactly and self._heard is not None:
             rows = [self._by_thread(self.seen[tid // WARP]) for tid in tids.tolist()]

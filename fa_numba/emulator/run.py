@@ -127,12 +127,17 @@ class Launch(Products):
         self.function = Rebinder(self).function(self.kernel_function)
 
     def agree(self, value: Any) -> Any:
-        """Return a value that decides whether lanes return, break or continue, if all lanes agree.
+        """Return the value that all lanes have in common, as a single number.
 
-        If the lanes disagree, the thread block begins again. In functions of this package, and in
-        kernels with mbarriers, the lanes with other values then form another group (raises
-        Parting). In other functions, the function is rewritten so that lanes that have left are
-        masked out (raises Leaving).
+        `value` is a number, or an array with one element per lane. Rewritten kernels call this
+        method if `value` decides whether lanes reach a `return`, `break` or `continue`, such as the
+        condition of an `if`. If the elements differ, the method raises an exception, and the thread
+        block begins again:
+
+        - In functions of this package, and in kernels with mbarriers, the method raises Parting.
+          Lanes with different values then run in different groups.
+        - In other functions, the method raises Leaving. The function is then rewritten, so that
+          lanes that have left are masked out.
         """
         if value.__class__ is not np.ndarray:
             return value

@@ -336,14 +336,15 @@ class Waiting(Context):
         return len(set(zip(warps, values, strict=True))) == len(set(warps))
 
     def _wait_named(self, operation: str, barrier: Any, named: dict[int, NamedBarrier]) -> None:
-        """Wait until all named barriers at which this group's warps have arrived are open.
+        """Wait until the named barriers open at which the warps of this group have arrived.
 
         `named` maps the number of each warp to the barrier at which the warp has arrived.
-        `operation` is the name of the called function, and `barrier` its argument, for messages.
+        `operation` is the name of the called function, and `barrier` its argument. Both are for
+        messages.
 
-        The lanes of a warp may be in two groups. The second of these groups to call the function
-        records the arrival of the warp. In the first group `named` is empty. The barriers are then
-        found by the numbers of the group's warps.
+        Normally all lanes of a warp are in one group. If they are in two groups, the arrival of the
+        warp is recorded by the group that calls the function last. The other group then has an
+        empty `named`. It searches all named barriers for the arrivals of its warps instead.
         """
         group = self.group
         which = named.values() or [

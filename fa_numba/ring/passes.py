@@ -249,10 +249,15 @@ def _around(
     def computed(
         piece: Piece, held: Sequence[Any], begin: int, heads: Heads | None = None
     ) -> tuple[Part, Part]:
-        """Return the results of a piece as (travelling, staying).
+        """Compute one call of attention, and return two results.
 
-        ``held`` are the travelling operands that are on this rank, and ``begin`` is the number of
-        their first row.
+        The first result is for the operands that are sent round the ring. If K and V are sent, it
+        contains dK and dV in the backward pass, and nothing in the forward pass. The second result
+        is for the operands that stay on this rank: dQ, or O and L. If Q is sent, the two results
+        contain the same arrays in the other order. ``piece`` contains the rows,
+        the columns and the mask of the call. ``held`` are the sent operands that are now on
+        this rank, and ``begin`` is the number of their first row. ``heads`` are the K/V heads to
+        compute. None means all K/V heads.
         """
         moving, still = turned(piece.rows, piece.columns)
         there = [ring.rows(x, moving, begin, piece.entries, heads) for x in held]

@@ -9,8 +9,10 @@ sequence. Rows that see no column of the chunk are cut off. Columns that no row 
 are cut off too. The last remaining row then sees the last remaining column. A call of attention
 aligns its window to this corner, so the mask of the call is a window with sides of 0 or more.
 
-A step is skipped if no rank computes anything in it. The travelling operands go from one remaining
-step, a stop, to the next stop, and finally back to their owner.
+A step is skipped if no rank computes anything in it. The remaining steps are called stops. The
+travelling operands go from one stop to the next stop. Results for the travelling operands follow
+the operands from stop to stop. After the last stop, the results are sent to the owner of the
+operands.
 """
 
 from __future__ import annotations
@@ -135,9 +137,12 @@ def visible(
 
 @dataclass(frozen=True, eq=False)
 class Course:
-    """The stops of the travelling operands: what is computed there, and which rows are sent.
+    """The way of K and V, or of Q, round the ring: the stops, and the rows that are sent.
 
-    Without a ``mask``, the operands stop at every rank, and all their rows are sent.
+    The operands that are sent round the ring are called the travelling operands. Each rank owns a
+    part of them. A part is sent from rank to rank. A step in which at least one rank computes is
+    called a stop. Step 0 is always a stop. Without a ``mask``, every step is a stop, and all rows
+    are sent. With a ``mask``, steps without work are skipped, and only the needed rows are sent.
 
     Attributes
     ----------
@@ -226,7 +231,8 @@ class Course:
     def at(self, rank: int, stop: int) -> int:
         """Return the owner of the travelling part that is at ``rank`` at a stop.
 
-        After the last stop, each part is at its owner, so the result is ``rank``.
+        ``stop`` is the number of the stop, from 0. The number after the last stop is allowed too:
+        the results for each part are then back at its owner, and ``rank`` is returned.
         """
         return owner_at(rank, [*self.stops, 0][stop], self.ranks)
 

@@ -49,7 +49,11 @@ class OfSeries(dict[str, str]):
         self[series] = self[series]
 
     def of(self, series: str) -> str | None:
-        """Return the value of a series, or None if it has none."""
+        """Return the value of a series, such as the label or the colour of its line.
+
+        The value is a stored value, or else a derived value, as the class describes. Return None if
+        there is neither.
+        """
         try:
             return self[series]
         except KeyError:

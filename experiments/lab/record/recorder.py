@@ -126,10 +126,11 @@ class Recorder:
         return [(name, item) for name, item in named if name not in self._done]
 
     def each(self, items: Iterable[tuple[str, T]]) -> Iterator[T]:
-        """Yield each item of the pairs (name, item), and store the rows of each item after it.
+        """Yield each item, and write the rows of the item after the body of the loop.
 
-        Rows that are added while an item is current belong to this item. When the next item is
-        requested, the rows are written to the unfinished recording, and the item counts as done.
+        `items` are the pairs (name, item) that the method `left` returned. The body of the loop
+        passes its rows to `add`. They belong to the item that was yielded last. When the loop asks
+        for the next item, these rows are written to disk, and the item counts as finished.
         """
         for name, item in items:
             self._at_work = []
