@@ -185,10 +185,12 @@ def unspilled(request: Request, rule: Callable[[], Chosen]) -> Chosen:
 
 
 def _fitted(tiles: Tiles, why: str) -> Chosen:
-    """Return the tiles, with ``why`` as the reason for them.
+    """Return the tiles of a call, and the reason for them.
 
-    ``why`` names the tiles in tiles.csv. If ``tiles`` has another size, a sentence is added to the
-    reason: larger tiles do not fit, or the sequence is shorter.
+    ``why`` is a text that contains the size of the tiles before they were reduced, such as
+    "128 x 64". ``tiles`` are the tiles after the reduction. If they have the size in ``why``, the
+    reason is ``why``. Otherwise the reason is ``why``, followed by a sentence: larger tiles do not
+    fit, or the sequence is shorter.
     """
     size = f"{tiles.Br} x {tiles.Bc}"
     fitted = f"{size} is used, because larger tiles do not fit or the sequence is shorter"

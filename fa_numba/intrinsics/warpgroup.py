@@ -117,11 +117,16 @@ def _call(context, builder, rC, C, n, adds, inputs, text):
 
 
 def _replaced(builder, code, places, given, tied):
-    """Generate code that executes PTX with registers as results, and stores the results.
+    """Generate code that executes PTX, and then stores its float32 results to memory.
 
-    All threads of a warpgroup execute the PTX `code` together. Its results are stored to the
-    pointers `places`. `given` are the operands that the PTX reads. The last `tied` of them are in
-    the same registers as the results; see `_build.ptx`.
+    All threads of a warpgroup execute the PTX together.
+
+    builder   llvmlite's builder, to which the code is added
+    code      text of the PTX
+    places    LLVM pointers: result n of the PTX is stored to pointer n
+    given     LLVM values of the operands that the PTX reads
+    tied      number of operands, at the end of `given`, that the PTX replaces by results. Operand n
+              of them is in the same register as result n
     """
     made = ptx(builder, code, given, [F32] * len(places), tied=tied, convergent=True)
     for value, place in zip(made, places, strict=True):

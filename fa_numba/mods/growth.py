@@ -138,9 +138,9 @@ class Growing(Chained):
 
         Let a = exp(200) and b = exp(199). Both are infinite in float32, and the division inf / inf
         gives NaN. The correct quotient is exp(log(a) - log(b)), with the sign of a * b. The
-        logarithms, 200 and 199, are known from ``a.growth`` and ``b.growth``. The statements compute
-        this quotient, and select it where a and b are infinite. Everywhere else they select the
-        result of the division.
+        logarithms, 200 and 199, are known from ``a.growth`` and ``b.growth``. The statements
+        compute this quotient, and select it where a and b are infinite. Everywhere else they select
+        the result of the division.
 
         ``value`` is the name of the variable that contains the result of the division. Return the
         name of the variable that contains the corrected quotient. Return ``value`` if one of the

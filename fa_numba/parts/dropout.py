@@ -128,15 +128,19 @@ def make_drop(spec):
 
 @part
 def _make_drop_from(spec, first):
-    """Make ``drop_from(rP, tile)``, which makes dropped elements of P negative, from the thread's
-    draw number ``first`` on.
+    """Make ``drop_from(rP, tile)``, which makes the dropped elements of P negative.
 
-    A thread needs several draws for its elements of a tile. The function handles one draw or up to
-    eight draws. A second function of the same kind handles the draws after them. This factory makes
-    the second function by calling itself with a larger ``first``.
+    A draw gives the random bits of eight elements of P. A thread needs several draws for its
+    elements of a tile. The draws of the thread have the numbers 0, 1, 2 and so on. ``drop_from``
+    handles draw number ``first`` and all later draws of the thread.
 
-    The function first collects the bits of its draws in one integer, and then changes the registers
-    of P. The loop over draws thus contains no registers of P, and the compiler need not unroll it.
+    ``drop_from`` makes only a few of these draws itself. If the thread has at most UNROLLED
+    elements, it makes one draw. If the thread has more elements, it makes up to eight draws. If
+    draws are left, it calls another ``drop_from``, whose ``first`` is the number of the next draw.
+
+    ``drop_from`` first collects the bits of its own draws in one integer, and then changes the
+    registers of P. The loop over draws thus contains no registers of P, and the compiler need not
+    unroll it.
     """
     (EI, EJ), RW, CW = spec.element_steps, spec.row_width, spec.column_width
     row_of, column_of, warp_column = make_row(spec), make_column(spec), make_warp_column(spec)

@@ -37,12 +37,15 @@ def pages_of_tile(spec):
 
 
 def turns_in_a_page(page_size, rows, threads, width):
-    """Return for how many consecutive turns of a copy one read of the block table is enough.
+    """Return how many consecutive turns of a copy use the same page number.
 
-    ``threads`` threads copy a tile of ``rows`` rows in several turns. ``width`` threads copy one
-    row, so that one turn copies threads / width rows. A run of ``common_rows`` rows is always in
-    one page. If the run consists of n complete turns, the result is n. Otherwise the result is 1:
-    each turn reads the page number again.
+    The ``threads`` threads of a thread block copy a tile of K or V in several turns. ``width``
+    neighbouring threads copy from one row, so that a turn copies threads / width rows.
+
+    The tile has ``rows`` rows, and a page has ``page_size`` rows. Let g be the greatest common
+    divisor of both numbers (``common_rows``). The tile consists of runs of g rows, and all rows of
+    a run are in one page. If a run takes n complete turns, the result is n: the page number is read
+    once for n turns. Otherwise the result is 1: the page number is read again in each turn.
     """
     down, rest = divmod(threads, width)
     common = common_rows(page_size, rows)

@@ -73,7 +73,12 @@ class Spec(ABC):
 
     @property
     def reasons(self) -> dict[str, str]:
-        """Reasons that a plan prints after the reasons for the unit and the tiles."""
+        """Reasons for choices that the spec itself makes, as a mapping from choice to reason.
+
+        A key is the name of the choice, such as "variant". The reasons are added to ``plan.why``,
+        after the reasons for the unit and the tiles. Most specs make no choice, and the mapping is
+        empty.
+        """
         return {}
 
     @property

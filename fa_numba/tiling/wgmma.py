@@ -388,16 +388,19 @@ class WgmmaSpec(Spec):
 
     @property
     def arrivals(self) -> Arrivals:
-        """The barriers to initialise, and the numbers of arrivals that complete a barrier.
+        """The barriers to initialise, and for each barrier the number of arrivals that complete it.
 
-        One arrival completes a barrier for a full slot. One arrival also completes the barrier of
-        ``late``. A barrier for an empty slot needs these arrivals:
+        barrier says that                       arrivals that complete the barrier
+        a slot of Q, K or V is full             1
+        a slot of a work tile is full           1
+        a slot of Q is empty                    1 of each consumer warpgroup, and 1 of each thread
+                                                that loads K or V
+        a slot of K or V is empty               1 of each consumer warp
+        the thread block takes its next work    1
+        tile (the pipeline ``late``)
 
-        slot     arrivals that complete the barrier for the empty slot
-        Q        one of each consumer warpgroup, and one of each thread that loads K or V
-        K or V   one of each consumer warp
-
-        The threads that load K or V also read the work tile that belongs to a slot of Q.
+        The threads that load K or V arrive for a slot of Q too, because they read the work tile
+        that belongs to the slot.
         """
         q, k, v, work, late = self.pipelines
         readers, warps = self.consumers + self.column_producers, 4 * self.consumers

@@ -308,16 +308,20 @@ class WgmmaBackwardSpec(GradientSpec):
 
     @property
     def masked_part(self) -> WgmmaBackwardSpec:
-        """The spec from which the device function ``scale_and_mask`` is made.
+        """The argument of the factory that makes this kernel's ``scale_and_mask``.
 
-        It describes one consumer's part of a tile. Normally ``scale_and_mask`` scales the scores,
-        applies the options that change scores, and hides elements. Two kinds of kernels are
-        different:
+        The device function ``scale_and_mask`` changes the scores of one consumer's part of a tile.
+        The value is a spec, and its options decide what the function does:
 
-        - If the kernel keeps the scores until it computes dS (``Features.scores_stay``),
-          ``scale_and_mask`` is the first of two steps (``hidden_alone``).
-        - If the bias is added early (``bias_first``), the scale and the bias have been applied
-          before, and ``scale_and_mask`` only hides elements.
+        kernel                                             what ``scale_and_mask`` does
+        ``Features.scores_stay`` is true: the kernel       hides elements; the options that change
+        keeps the scores until it computes dS              scores are applied later (`hidden_alone`)
+        ``bias_first`` is true: the kernel adds the bias   hides elements; the scale and the bias
+        to the scores early                                have been applied before
+        all other kernels                                  scales the scores, applies the options
+                                                           that change scores, and hides elements
+
+        A hidden element of S takes no part in the softmax.
         """
         if self.features.scores_stay:
             return hidden_alone(self.part)
@@ -498,12 +502,18 @@ _Specialised = TypeVar("_Specialised", "WgmmaBackwardSpec", "WgmmaDqSpec")
 
 
 def hidden_alone(spec: _Specialised) -> _Specialised:
-    """Return a copy of ``spec`` for the first of two steps in which a kernel computes scores.
+    """Return a copy of ``spec`` whose scores are only hidden by masks, and not changed otherwise.
 
-    The first step hides elements of S. The second step computes the cap, ``score_mod``, ALiBi and
-    the bias, together with dS. The copy therefore does not have these options. Its field ``stays``
-    contains the text of the function that the second step applies. The first step also hides rows
-    beyond the end of Q, because the caller's function may return NaN there.
+    It is for kernels that keep the scores until they compute dS (``Features.scores_stay``). These
+    kernels compute scores in two steps:
+
+    1. ``scale_and_mask`` hides elements of S. It is made from the returned spec. It also hides rows
+       beyond the end of Q, because the caller's ``score_mod`` may return NaN there.
+    2. Later, together with dS, the kernel applies the softcap, ``score_mod``, ALiBi slopes and the
+       bias.
+
+    The returned spec therefore does not have the options of step 2. Its field ``stays`` contains
+    the text of the function that step 2 applies to the scores (``Features.kept_scores_text``).
     """
     added = replace(spec.features, softcap=False, alibi=False, bias=False, q_lens=True)
     features = replace(added, score_mod=None, score_mod_grad=None)

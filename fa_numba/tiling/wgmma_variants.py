@@ -125,11 +125,14 @@ def _masks_alone(call: BackwardCall) -> bool:
 
 
 def _changes_kept_products(call: BackwardCall) -> bool:
-    """Return whether a call changes the scores by a softcap, or by ALiBi with a large head
-    dimension.
+    """Return whether a call needs a variant with more registers for its producer threads, because
+    of a softcap or ALiBi slopes.
 
-    A head dimension is large if it is above ADDED_BESIDE = 48. The result is False if the kernel
-    keeps the scores in registers until it computes dS (``Features.scores_stay``).
+    The result is True if both conditions hold:
+
+    - The call has a softcap, or it has ALiBi slopes and a head dimension above ADDED_BESIDE = 48.
+    - The kernel does not keep the scores in registers until it computes dS
+      (``Features.scores_stay`` is False).
     """
     slopes = call.features.alibi and call.largest_dim > ADDED_BESIDE
     return (call.features.softcap or slopes) and not call.features.scores_stay

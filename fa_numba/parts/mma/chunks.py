@@ -26,14 +26,19 @@ class ChunkMap:
     tile of 64 rows and 16 chunks. In one turn, they copy the 16 chunks of 8 rows. After 8 turns,
     the tile is complete.
 
-    In general, one turn covers ``down`` rows, and ``width`` chunks or ``right`` elements of each
-    row. ``width`` is the greatest common divisor of ``chunks`` and ``threads``. The next turn
-    covers the chunks to the right. After ``along`` turns, the ``down`` rows are complete, and the
-    next turn begins ``down`` rows further down.
+    In general, the chunks of one turn form a rectangle of the tile, one chunk for each thread. The
+    next turn copies the rectangle to the right of it. When all rectangles from left to right are
+    copied, the next turn begins at the left, below them. Four properties describe the rectangles:
 
-    All threads move from turn to turn by the same distance. The thread's n-th chunk is
-    ``n // along * down`` rows below its first chunk, and ``n % along * right`` elements to the
-    right of it.
+    property   meaning                                                 value in the example
+    width      chunks in a row of the rectangle                        16
+    right      elements in a row of the rectangle                      128
+    down       rows of the rectangle                                   8
+    along      rectangles from the left to the right end of the tile   1
+
+    A thread copies one chunk of each rectangle, at the same position in every rectangle. Its n-th
+    chunk is ``n // along * down`` rows below its first chunk, and ``n % along * right`` elements to
+    the right of it. n counts from 0.
     """
 
     rows: int

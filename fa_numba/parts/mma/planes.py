@@ -88,9 +88,12 @@ def _make_multiply(dtype, planes, step, beside=2, count=None):
 
 @part
 def make_scores_of_planes(spec):
-    """Make ``scores(rS, rQ, sQ, sK, row0, col0)``, which computes S = Qi KjT for planes.
+    """Make ``scores(rS, rQ, sQ, sK, row0, col0)``, which computes S = Qi KjT from the planes of Q
+    and K.
 
-    ``products.make_scores`` explains the arguments.
+    Q and K are float32 matrices. Each of them is stored as several 16-bit matrices, its planes. S
+    is the sum of several products of a plane of Q and a plane of K. ``products.make_scores``
+    explains the arguments.
     """
     pitch, RS, place = spec.rows.pitch, spec.TM * spec.TN, make_place(spec.rows)
     add_from = _make_add_scores_from(spec, 0)
@@ -277,11 +280,13 @@ def _make_units_of_tile(spec):
 
 @part
 def _make_unit(spec, of):
-    """Make ``unit()``, which returns the factor that undoes the scaling of planes in a product with
-    dS or P.
+    """Make ``unit()``, which returns the factor by which a product of planes is multiplied before
+    the product is added to a gradient.
 
-    ``of`` names the result of the product: OF_DQ, OF_DK or OF_DV. Without scaled planes the factor
-    is 1.
+    ``of`` names the gradient: OF_DQ, OF_DK or OF_DV. With scaled planes, both matrices of the
+    product were multiplied by powers of two before they were split into float16 planes. The factor
+    is the inverse of the product of these powers. ``make_scale_ds`` stores it in shared memory.
+    Without scaled planes the factor is 1.
     """
     scaled, units_of_tile = spec.features.scaled, _make_units_of_tile(spec)
 

@@ -237,8 +237,17 @@ def make_is_nth_visit(spec):
 
 @part
 def make_has_visits(spec):
-    """Make ``has_visits(first, j0, h_end, i_first, i_end)``, which says whether any row tile of the
-    block visits column tile j0.
+    """Make ``has_visits(first, j0, h_end, i_first, i_end)``, which returns whether the thread block
+    computes any tile of S in the column tile that begins at column j0.
+
+    argument   meaning
+    first      the ``Head`` of the thread block's first query head
+    h_end      number of the thread block's last query head, plus 1
+    i_first    first row of Q that the pass visits in each query head
+    i_end      last row of Q that the pass visits in each query head, plus 1
+
+    With a block mask, the function searches for a tile that is computed. Without a block mask,
+    the result is true if there is a row from ``i_first`` to ``i_end`` - 1.
     """
     sparse = spec.features.sparse
     first_visit, is_visit = make_first_visit(spec), make_is_visit(spec)

@@ -130,10 +130,12 @@ def make_power_of_ds(spec):
 
 @part
 def make_unit_of_dv(spec):
-    """Make ``unit_of_dv(head)``, which returns the factor that undoes the scaling of planes in the
-    product PT dO.
+    """Make ``unit_of_dv(head)``, which returns the factor by which the product PT dO of planes is
+    multiplied before it is added to dV.
 
-    Without scaled planes the factor is 1.
+    In ``precision="fp16x3"``, P and dO were multiplied by powers of two before they were split into
+    float16 planes. The factor is the inverse of the product of these powers. Without such scaled
+    planes, the factor is 1.
     """
     scaled, packed, P = spec.features.scaled, spec.features.packed, float32(1.0 / P_SCALE_BACKWARD)
 
@@ -353,8 +355,13 @@ def make_second_panel(spec):
 
 @part
 def make_give_power(spec):
-    """Make ``give_power(power)``, which stores the power of two for dS, so that the other consumer
-    can read it.
+    """Make ``give_power(power)``, by which one consumer warpgroup passes a power of two to the
+    other consumer warpgroup.
+
+    The calling consumer computes dS, and multiplies dS by ``power`` before it splits dS into
+    planes. The function stores ``power`` in shared memory. The other consumer reads ``power`` by
+    ``read_power`` after the next barrier, because it also multiplies with dS. Without scaled
+    planes, the function does nothing.
     """
     (AT, WORDS), scaled = spec.largest_words, spec.features.scaled
 
@@ -367,8 +374,11 @@ def make_give_power(spec):
 
 @part
 def make_read_power(spec):
-    """Make ``read_power()``, which returns the power of two that the other consumer has stored by
-    ``give_power``.
+    """Make ``read_power()``, which returns the power of two by which the other consumer warpgroup
+    has multiplied dS.
+
+    The other consumer has stored the power in shared memory by ``give_power``. Without scaled
+    planes, the result is 1.
     """
     (AT, WORDS), scaled = spec.largest_words, spec.features.scaled
 
