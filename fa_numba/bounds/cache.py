@@ -120,9 +120,10 @@ def dram(plan: Plan, device: Device, resident: int) -> Dram:
     def reaches(name: str, count: int, first: int) -> int:
         """Return how many of an array's accessed elements reach device memory.
 
-        ``count`` is the number of accessed elements. If L2 serves repeated accesses, the result is
-        at most ``first`` times the size of the array. ``first`` is 0 for loads of an array that the
-        pass itself writes before, and 1 for most other arrays.
+        ``count`` is the number of accessed elements. ``first`` is the number of times that each
+        element of the array reaches device memory if L2 serves all repeated accesses. It is 1 for
+        most arrays. It is 0 for loads of an array that the pass itself has written before. The
+        result is never more than ``count``.
         """
         whole = _elements(plan, name)
         if name in again and not served:

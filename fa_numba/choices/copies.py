@@ -26,12 +26,12 @@ Grid = tuple[int, int, int]
 
 
 class Taken(NamedTuple):
-    """The grid of a kernel's launch, the arguments that are special, and the workspace.
+    """The grid of a kernel's launch, the arguments that are not plain arrays, and the workspace.
 
     field       meaning
     grid        numbers of thread blocks along the three axes
     bound       maps the name of a kernel parameter to its argument. A parameter that is missing in
-                the mapping takes the array with the name of the parameter
+                the mapping takes the plain array with the name of the parameter
     workspace   arrays of the workspace that only this kernel needs
     """
 
@@ -43,9 +43,9 @@ class Taken(NamedTuple):
 class Copies:
     """Grids and arguments of kernels whose threads copy the rows of a tile.
 
-    A thread block computes one row tile or one column tile. ``by_boxes`` is False, because the copy
-    engine (TMA) is not used. It is True in the subclass ``BoxCopies``. The access model then counts
-    complete boxes of 64 columns.
+    A thread block computes one row tile or one column tile. The attribute ``by_boxes`` says whether
+    the copy engine (TMA) copies the tiles in boxes. It is False in this class, and True in the
+    subclass ``BoxCopies``. If it is True, the access model counts complete boxes of 64 columns.
     """
 
     by_boxes = False
@@ -152,7 +152,7 @@ def _in_chunks(spec: Any, Tc: int, heads: int, batch: int) -> Grid:
 
     spec.chunk_tiles   grid
     0                  (Tc, heads, batch)
-    C above 0          (C heads, batch, ceil(Tc / C))
+    C above 0          (C * heads, batch, ceil(Tc / C))
 
     In the second grid, a chunk consists of C column tiles of each head. All thread blocks of a
     chunk come before the thread blocks of the next chunk.

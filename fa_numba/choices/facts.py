@@ -89,7 +89,12 @@ def _measured() -> dict[tuple[str, str], float]:
 
 
 def measured(what: str, setting: object = "") -> float:
-    """Return the number of measured.csv with the name ``what`` and the setting ``setting``."""
+    """Return a number of measured.csv.
+
+    ``what`` is the name of the number. ``setting`` selects one of several numbers with this name:
+    "mma", for example, selects the number for unit "mma". ``setting`` is "" for a number that the
+    table lists without a setting.
+    """
     return _measured()[what, str(setting)]
 
 

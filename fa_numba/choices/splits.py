@@ -137,10 +137,13 @@ def _of_sums(request: Request, tiles: Tiles, spec: Spec, splits: int) -> tuple[f
 def _side_by_side(request: Request, tiles: Tiles, spec: Spec) -> int:
     """Return the number of thread blocks that are expected to run on a multiprocessor together.
 
-    A thread block whose tiles have at least ``HIGH`` rows keeps a multiprocessor busy. The result
-    is then 1. Thread blocks with fewer rows wait for memory. The result is then the number of
-    thread blocks whose loads keep memory busy, as far as shared memory holds them, and at most the
-    limit in measured.csv.
+    If a tile has at least ``HIGH`` rows, the result is 1, because one thread block keeps a
+    multiprocessor busy. Thread blocks with fewer rows wait for memory. The result is then the
+    smallest of three numbers, but at least 1:
+
+    - the number of thread blocks whose loads together keep memory busy
+    - the number of thread blocks that fit in shared memory
+    - the largest number in measured.csv
     """
     if tiles.Br >= HIGH:
         return 1

@@ -512,9 +512,10 @@ BEHIND = ("slope_of", "dcaptured")
 def _spilling(head_dim: int, features: Features) -> list[tuple[str, str]]:
     """Return the pairs of options that could make FA-2's backward kernel on Hopper spill registers.
 
-    A pair is (option, beside) of a row of spills.csv (``facts.Spill``). The function checks only
-    that the row is valid for ``head_dim``, and that the call has the first option. ``features`` are
-    the features of the call. The caller of this function has to check the second option.
+    The pairs are from spills.csv. A pair contains the fields ``option`` and ``beside`` of a row
+    (``facts.Spill``). The result contains each pair whose row is valid for ``head_dim``, and whose
+    first option is in ``features``, the features of the call. This function does not check whether
+    the call has the second option of a pair. The caller of this function checks it.
     """
     return [
         (x.option, x.beside)
@@ -529,10 +530,14 @@ def _spilling(head_dim: int, features: Features) -> list[tuple[str, str]]:
 def lacks_together(head_dim: int, features: Features, dq_alone: bool, spilling: bool) -> str:
     """Return text that names two options which Hopper's backward kernels do not support together.
 
-    The text is empty if there are no such options. ``dq_alone`` says whether a second kernel
-    computes dQ. ``spilling`` allows options with which kernels spill registers.
+    The text is empty if the call has no such options. ``dq_alone`` says whether a second kernel
+    computes dQ. ``spilling`` says whether kernels may spill registers. If it is True, the last line
+    of the table does not apply.
 
-    options                                       calls that are not supported
+    A call keeps scores if ``Features.scores_stay`` is True: the scores are then in registers until
+    dS is computed.
+
+    two options                                   calls that do not support both options together
     softcap with ALiBi slopes, bias or dropout    calls that do not keep scores
     score_mod with dropout                        calls that keep scores, if a second kernel
                                                   computes dQ
@@ -541,9 +546,8 @@ def lacks_together(head_dim: int, features: Features, dq_alone: bool, spilling: 
     ALiBi slopes with bias                        all calls
     pairs of options in spills.csv                calls with the head dimensions of the row
 
-    A call keeps scores if ``Features.scores_stay`` is True: the scores are then in registers until
-    dS is computed. If a call with a softcap does not keep scores, dS is computed from the capped
-    scores, before ALiBi slopes or a bias are added and before dropout marks P.
+    The reason for the first line: if a call with a softcap does not keep scores, dS is computed
+    from the capped scores, before ALiBi slopes or a bias are added and before dropout marks P.
     """
     added = [name for name in ADDED if getattr(features, name)]
     if features.softcap and not features.scores_stay:

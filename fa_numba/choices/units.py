@@ -230,11 +230,11 @@ def _shape(chosen: Chosen[Tiles], select: Callable[[Tiles], Any]) -> Shape:
 
 
 def _by_table(rule: Callable, request: Request, heads: int = 1, *more: Any) -> Callable:
-    """Return ``rule`` as a function without arguments, for a request.
+    """Return a function without arguments that calls ``rule`` with the facts of a request.
 
-    ``rule`` is ``simt_tiles`` or ``mma_tiles``. Its first arguments are the kernel and the sizes of
-    the request. ``heads`` is the number of query heads whose rows share a row tile. ``more`` are
-    the further arguments of ``rule``.
+    ``rule`` is ``simt_tiles`` or ``mma_tiles``, which return the tiles of a kernel. The arguments
+    of the call are the algorithm, the pass and the sizes of the request, followed by ``more``.
+    ``heads`` is the number of query heads whose rows share a row tile.
     """
     p = request.problem
     sizes = (p.seqlen_q * heads, p.seqlen_k, p.largest_dim, request.shared_limit)
@@ -242,9 +242,10 @@ def _by_table(rule: Callable, request: Request, heads: int = 1, *more: Any) -> C
 
 
 def _selecting(select: Callable, request: Request, **facts: Any) -> Callable:
-    """Return ``select`` with the sizes of a request and ``facts`` as keyword arguments.
+    """Return a function of tiles that calls ``select`` with the sizes of a request.
 
-    The sizes are the head dimensions, and the shared memory per thread block of the device.
+    The function passes on the tiles, and adds keyword arguments: the head dimensions of the
+    request, the shared memory per thread block of the device, and ``facts``.
     """
     sizes = {"head_dim": request.problem.head_dim, "shared_limit": request.shared_limit}
     if request.problem.head_dim_v is not None:
@@ -673,18 +674,18 @@ def heads_in_tiles(request: Request) -> int:
 
 
 def _select(request: Request, kind: type[tiling.MmaSpec]) -> Callable[..., Any]:
-    """Return ``select_mma_spec`` with the sizes of a request as keyword arguments.
+    """Return a function of tiles that calls ``select_mma_spec`` with the sizes of a request.
 
-    ``kind`` is the class of the spec that the returned function makes.
+    The returned function makes a spec of the class ``kind``.
     """
     return _selecting(tiling.select_mma_spec, request, kind=kind)
 
 
 def _of_products(select: Callable[..., Any], request: Request) -> Callable[..., Any]:
-    """Return ``select`` with three facts about a request as keyword arguments.
+    """Return a function that calls ``select``, and adds three facts about a request to the call.
 
-    The facts are the features, whether rows are aligned, and the dtype in which products are
-    computed. Every spec on tensor cores needs them.
+    The facts are keyword arguments of ``select``: the features, whether rows are aligned, and the
+    dtype in which products are computed. Every spec on tensor cores needs these facts.
     """
     return functools.partial(
         select, features=request.features, aligned=request.aligned, dtype=request.matrix_dtype
@@ -692,11 +693,11 @@ def _of_products(select: Callable[..., Any], request: Request) -> Callable[..., 
 
 
 def _of_flash(select: Callable[..., Any], request: Request) -> Callable[..., Any]:
-    """Return ``select`` with five facts about a request as keyword arguments.
+    """Return a function that calls ``select``, and adds five facts about a request to the call.
 
-    Three of them are described in ``_of_products``. The other two are whether the scale is
-    positive, and whether several query heads share a K/V head. Specs of FA-1 and FA-2 on tensor
-    cores need them.
+    The facts are keyword arguments of ``select``. Three of them are described in
+    ``_of_products``. The other two facts are whether the scale is positive, and whether several
+    query heads share a K/V head. Specs of FA-1 and FA-2 on tensor cores need all five facts.
     """
     p = request.problem
     positive, grouped = p.scale > 0.0, p.group > 1

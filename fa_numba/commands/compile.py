@@ -122,9 +122,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> str:
-    """Compile the kernels, and return a line that says how many kernels are stored where.
+    """Compile the kernels, and return one line of text about them.
 
-    Raises ValueError for a call that cannot be planned, and if there is no GPU to compile for.
+    The line contains the number of kernels that were compiled now, the number of kernels that were
+    stored on disk before, and the folder of the stored kernels.
+
+    Raise ValueError for a call that cannot be planned, and if there is no GPU to compile for.
     """
     gpu = args.device or bounds.here()
     if gpu is None:

@@ -31,8 +31,8 @@ def values_loaded(problem: Problem, tiles: BlockSizes, columns: int, visited: in
     Returns
     -------
     int
-        `columns`; for e4m3 the B_c rows of each visited tile, rounded up to complete boxes. VT has
-        zeros after the last key.
+        Number of rows. Except for e4m3 it is `columns`. For e4m3, each visited tile counts as B_c
+        rows, rounded up to complete boxes. The rows after the last key are zeros in the array VT.
     """
     return visited * round_up(tiles.Bc, BOX) if DTYPES[problem.dtype].scaled else columns
 

@@ -65,7 +65,10 @@ class MmaSpec(Spec):
 
     @property
     def stores_wide(self) -> bool:
-        """Whether O is written in 16-byte stores, after it has been put into the rows of sQ."""
+        """Whether O is written to global memory in 16-byte stores.
+
+        The threads then copy O from registers to the shared memory of sQ first.
+        """
         fit = self.planes == 1 and self.columns == self.columns_k
         return self.aligned and fit and "wide_stores" not in self.ablated
 
@@ -264,10 +267,11 @@ class StandardSpec(MmaSpec):
 
     @property
     def step(self) -> int:
-        """Number of columns of P or dS that one stage in shared memory contains: 64, 32 or 16.
+        """Number of columns of P or dS that one stage in shared memory contains.
 
-        The number is the largest of the three that divides ``Bc``. The products PT dO and dST Q
-        load rows of P or dS instead of columns. For them, it is the number of rows.
+        The number is 64, 32 or 16, whichever is the largest that divides ``Bc``. The products
+        PT dO and dST Q load rows of P or dS instead of columns. In these products, a stage contains
+        this number of rows.
         """
         return next(n for n in (64, 32, 16) if self.Bc % n == 0)
 

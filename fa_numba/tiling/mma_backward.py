@@ -59,17 +59,18 @@ class MmaBackwardSpec(GradientSpec, MmaSpec):
     def column_registers(self) -> int:
         """Number of registers of a thread for its part of dK.
 
-        In the spec ``of_values``, the number is for the thread's part of dV.
+        The spec ``of_values``, which describes tiles of V and dV, has the number for dV.
         """
         return 4 * self.TN * self.gradients.DN
 
     @property
     def longest_arrays(self) -> tuple[int, int]:
-        """Sizes of a thread's register arrays: first for fragments of K or V, then for sums of dK
-        or dV.
+        """Two numbers of registers: for fragments of K or V, and for sums of dK or dV.
 
-        The arrays for K and for V have equal sizes: the larger of the sizes that K and V need. The
-        arrays for dK and for dV have the larger of the sizes that dK and dV need.
+        1. A thread has fragments of K and of V in arrays of one size. The first number is this
+           size. It is enough for K and for V.
+        2. A thread has sums of dK and of dV in arrays of one size. The second number is this size.
+           It is enough for dK and for dV.
         """
         both = self, self.of_values
         fragments = max(spec.scores.q_registers for spec in both)
@@ -174,11 +175,11 @@ class MmaBackwardSpec(GradientSpec, MmaSpec):
 
     @property
     def chunk_step(self) -> int:
-        """Distance between two consecutive chunks of dQ that a warp computes in one step, counted
-        in chunks.
+        """Distance, in chunks, from a chunk of dQ to the next chunk that the same warp computes.
 
-        A chunk has 16 columns. The chunks between them belong to other warps, or to the warp's
-        other step. ``query_turns`` is the number of steps.
+        A chunk is 16 columns of dQ, and chunks are numbered from left to right. A warp computes its
+        chunks in ``query_turns`` steps. The numbers of consecutive chunks of one step differ by
+        this value. The chunks in between belong to other warps, or to the warp's other step.
         """
         return self.chunk_warps * self.query_turns
 

@@ -106,10 +106,10 @@ class SimtSpec(Spec):
     def whole_columns(self) -> int:
         """Number of floats of a row in shared memory, including the zeros at the end of the row.
 
-        Normally the number is ``columns``. Four floats are added if V's head dimension, rounded up
-        to a multiple of 4, is not a multiple of 8. Rows in global memory then end in the middle of
-        a 32-byte sector. With the four floats, rows in shared memory also end in the middle of 32
-        bytes.
+        Normally the number is ``columns``. Let d be V's head dimension, rounded up to a multiple of
+        4. If d is not a multiple of 8, every other row in global memory begins in the middle of a
+        32-byte sector. The number is then ``columns`` + 4, so that every other row in shared memory
+        begins in the middle of 32 bytes, too.
         """
         return self.columns + round_up(self.d_v, 4) % 8
 
@@ -122,9 +122,9 @@ class SimtSpec(Spec):
     def rows_q(self) -> SharedRows:
         """Layout of sQ in shared memory.
 
-        The threads that load at the same time read 4 columns, 16 bytes, of several neighbouring
-        rows. The layout puts these elements into different banks. The number of rows is 16 /
-        tx_count, or ``lane_step`` if this is larger.
+        The threads that load at the same time read the same 4 columns (16 bytes) of n neighbouring
+        rows. The layout puts these elements into different banks. n is the larger of
+        16 / tx_count (rounded down) and ``lane_step``.
         """
         return self._rows(self.width, max(16 // self.tx_count, self.lane_step))
 
@@ -132,8 +132,8 @@ class SimtSpec(Spec):
     def rows_k(self) -> SharedRows:
         """Layout of sK in shared memory.
 
-        The threads that load at the same time read 4 columns, 16 bytes, of eight neighbouring rows.
-        The layout puts these elements into different banks.
+        The threads that load at the same time read the same 4 columns (16 bytes) of eight
+        neighbouring rows. The layout puts these elements into different banks.
         """
         return self._rows(self.width, 8)
 
@@ -210,7 +210,7 @@ class SimtBackwardSpec(GradientSpec, SimtSpec):
     def column_registers(self) -> int:
         """Number of registers of a thread for its part of dK.
 
-        In the spec ``of_values``, the number is for the thread's part of dV.
+        The spec ``of_values``, which describes tiles of V and dV, has the number for dV.
         """
         return 4 * self.CM * self.DN
 

@@ -253,7 +253,10 @@ class Spec(ABC):
 
     @property
     def adds_whole_bias(self) -> bool:
-        """Whether the bias of a tile inside of S is added without a check of each element."""
+        """Whether the bias is added without a check of each element, for tiles completely in S.
+
+        In a tile that extends beyond the end of S, each element is checked.
+        """
         return False
 
     @property
@@ -263,19 +266,21 @@ class Spec(ABC):
 
     @property
     def stays(self) -> Text | None:
-        """Text of the function that changes scores after they were masked, or None.
+        """Source text of the function that changes scores after masking, or None.
 
-        Usually it is None: a kernel computes ``score_mod`` first, and then hides masked scores.
-        Some backward kernels on Hopper have the opposite order (``Features.scores_stay``). They
-        hide scores in step 1, and compute ``score_mod`` and the other options that change scores in
-        step 2, together with dS. Each step has its own spec. The text is in the spec of step 1,
-        which the function ``wgmma_backward.hidden_alone`` returns.
+        Most kernels compute ``score_mod`` first, and hide masked scores afterwards. Their value is
+        None. Some backward kernels on Hopper have the opposite order (``Features.scores_stay``).
+        They compute scores in two steps, and each step has its own spec:
 
-        Step 1 multiplies the product Q KT by a factor, applies an inner function such as tanh, and
-        replaces hidden scores by a finite number. The text contains this factor and this inner
-        function (``score_factor`` and ``inner`` of ``mods.Text``). Without ``score_factor``, the
-        factor is the scale. The text itself is the function that step 2 computes. It can be empty
-        (``Features.kept_scores_text``).
+        1. Multiply the product Q KT by a factor, apply an inner function such as tanh, and replace
+           hidden scores by a finite number.
+        2. Compute ``score_mod`` and the other options that change scores, together with dS.
+
+        The value is not None in the spec of step 1, which ``wgmma_backward.hidden_alone`` returns.
+        The text is the function that step 2 computes (``Features.kept_scores_text``). It can be
+        empty. Two attributes of the text are for step 1: ``score_factor`` is the factor, and
+        ``inner`` is the inner function (``mods.Text``). Without ``score_factor``, the factor is the
+        scale.
         """
         return None
 

@@ -63,7 +63,8 @@ class Pipeline(NamedTuple):
     full     index of the barrier that completes when slot 0 is full
     empty    index of the barrier that completes when slot 0 is empty
     slots    number of slots
-    groups   number of warpgroups that have parts of each slot, with barriers of their own
+    groups   number of parts of a slot with their own barriers. Normally it is 1. Above 1, it is the
+             number of consumer warpgroups, and each of them has one part of each slot
     """
 
     full: int
@@ -84,8 +85,9 @@ class ForwardPipelines(NamedTuple):
     q       Q
     k       K
     v       V
-    work    the work tile that belongs to the slot of q with the same number
-    late    no data. The barrier of the only slot says that it is time to take the next work tile
+    work    words that describe a work tile. Q of this work tile is in the slot of ``q`` with the
+            same index
+    late    no data. Its only barrier completes when it is time to take the next work tile
     """
 
     q: Pipeline

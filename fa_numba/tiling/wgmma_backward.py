@@ -194,7 +194,7 @@ class WgmmaBackwardSpec(GradientSpec):
     def column_registers(self) -> int:
         """Number of registers of a thread for its part of dK.
 
-        In the spec ``of_values``, the number is for the thread's part of dV.
+        The spec ``of_values``, which describes tiles of V and dV, has the number for dV.
         """
         return self.TN * 4 * self.DN
 
@@ -232,11 +232,11 @@ class WgmmaBackwardSpec(GradientSpec):
 
     @property
     def slopes_alone(self) -> bool:
-        """Whether slopes are the only reason for which the kernel keeps the scores until it
-        computes dS.
+        """Whether the kernel keeps the scores only to compute slopes from them.
 
-        A slope is the derivative of ``score_mod`` with respect to the score. The kernel computes
-        slopes from the scores. The value is False if the kernel does not keep the scores.
+        A slope is the derivative of ``score_mod`` with respect to the score. Kept scores are in
+        registers until the kernel computes dS. The value is False if the kernel does not keep the
+        scores, or if it needs them for another option, too.
         """
         return slopes_alone(self.features)
 
@@ -244,8 +244,9 @@ class WgmmaBackwardSpec(GradientSpec):
     def slopes_early(self) -> bool:
         """Whether the slopes of a ``score_mod`` are computed together with P.
 
-        The tensor cores compute dP at the same time. A slope is the derivative of ``score_mod``
-        with respect to the score. The value is False unless ``slopes_alone`` is True.
+        A slope is the derivative of ``score_mod`` with respect to the score. The tensor cores
+        compute dP while the slopes are computed. The value can be True only if ``slopes_alone`` is
+        True.
         """
         return self.slopes_alone and self.rounds_early and not self.wide
 
@@ -368,9 +369,9 @@ class WgmmaBackwardSpec(GradientSpec):
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Positions in shared memory of what follows K and V, in this order.
+        """Positions of arrays in shared memory, in the order of this table. K and V are before Q.
 
-        contents  unit of the position
+        array     unit of the position
         Q         16-bit elements
         dO        16-bit elements
         dS        16-bit elements
@@ -467,10 +468,11 @@ class WgmmaBackwardSpec(GradientSpec):
 
     @property
     def drawing_threads(self) -> int:
-        """Number of consumer threads that hold different elements of a tile of S.
+        """Number of threads that together hold each element of a tile of S once.
 
-        It is 2 Bc, because four threads share two columns of the tile. In kernels whose consumers
-        all hold the complete tile, the threads of only one consumer are counted.
+        It is 2 Bc, because four threads hold two columns of the tile. Normally the threads are the
+        threads of all consumers. In some kernels each consumer holds the complete tile. The threads
+        are then the threads of one consumer.
         """
         return 2 * self.Bc
 
@@ -587,9 +589,9 @@ class WgmmaWideBackwardSpec(WgmmaBackwardSpec):
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Positions in shared memory of what follows K and V, in this order.
+        """Positions of arrays in shared memory, in the order of this table. K and V are before Q.
 
-        contents  unit of the position
+        array     unit of the position
         Q         16-bit elements
         dO        16-bit elements
         S         floats

@@ -116,12 +116,12 @@ class WgmmaFa1Spec(WgmmaSpec):
     def arrivals(self) -> Arrivals:
         """The barriers to initialise, and how many arrivals complete each barrier.
 
-        barrier                        arrivals that complete the barrier
-        a slot is full                 one
-        the pipeline ``written``       one (its barriers say that O was written to memory)
-        a slot of Q is empty           one of each warp of the consumer that owns the barrier
-        a slot of O is empty           one of the first thread of the consumer that owns the barrier
-        a slot of K or V is empty      one of each warp of all consumers
+        barrier says that              arrivals that complete the barrier
+        a slot is full                 1
+        O is written (``written``)     1
+        a slot of Q is empty           4: 1 of each warp of the consumer that owns the barrier
+        a slot of O is empty           1 of the first thread of the consumer that owns the barrier
+        a slot of K or V is empty      1 of each warp of all consumers
         """
         q, k, v, o, written = self.pipelines
         warps = 4 * self.consumers

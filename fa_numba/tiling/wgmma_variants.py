@@ -90,13 +90,12 @@ class Condition(NamedTuple):
 
 
 def slopes_alone(features: Features) -> bool:
-    """Return whether slopes are the only reason for which a kernel keeps the scores until it
-    computes dS.
+    """Return whether a kernel keeps the scores only to compute slopes from them.
 
-    Kept scores are in registers (``Features.scores_stay``). A slope is the derivative of
-    ``score_mod`` with respect to the score, and the kernel computes slopes from the scores. The
-    result is False with ALiBi, a bias, dropout or gradients of captured arrays, and if the kernel
-    does not keep the scores.
+    A slope is the derivative of ``score_mod`` with respect to the score. Kept scores are in
+    registers until the kernel computes dS (``Features.scores_stay``). The result is False if the
+    kernel does not keep the scores, and with ALiBi, a bias, dropout or gradients of captured
+    arrays.
     """
     f = features
     beside = f.dcaptured is not None or f.alibi or f.bias or f.dropout
@@ -104,16 +103,18 @@ def slopes_alone(features: Features) -> bool:
 
 
 def _masks_alone(call: BackwardCall) -> bool:
-    """Return whether a call has no option except a causal mask or a block mask.
+    """Return whether a call has no option except a causal mask and a block mask.
 
-    The block mask may have a ``mask_mod``, with one exception. For head dimensions above 64, the
-    result is False if the ``mask_mod`` must not be called with rows or columns beyond S
-    (``Mod.inside``). An example is a ``mask_mod`` that reads an array at i or j. Its kernel would
-    spill registers. These conditions must hold too:
+    The result is True if all of these conditions hold:
 
+    - The call has no other option. The block mask may have a ``mask_mod``.
     - A thread block has the rows of one query head.
-    - A thread block does not share its column tile with other thread blocks.
+    - Each column tile has one thread block.
     - V has the head dimension of Q.
+
+    There is one exception, in which a kernel would spill registers. The result is False if the head
+    dimension is above 64, and the block mask has a ``mask_mod`` that may be called only with rows
+    and columns of S (``Mod.inside``). An example is a ``mask_mod`` that reads an array at i or j.
     """
     f = call.features
     masks: dict[str, Any] = {"causal": f.causal, "sparse": f.sparse}
