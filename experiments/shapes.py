@@ -311,8 +311,7 @@ def _check(checks: calls.Checks, series: str, pass_: str, point: Point) -> calls
     checked by the returned function. Gradients of a long problem are too slow to check.
     Instead, `_check` itself computes and checks the gradients of a shorter problem. The returned
     function then accepts every result. Gradients with dropout or padding are handled in this way at
-    any length. Each of the two checks raises
-    WrongResult if a result is wrong.
+    any length. Each of the two checks raises WrongResult if a result is wrong.
     """
     problem = point.problem
     given = point.given(problem)

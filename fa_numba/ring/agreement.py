@@ -12,11 +12,12 @@ from typing import Any
 
 
 class Meant:
-    """What a rank tells the other ranks: the arguments of its call, or the error of its checks.
+    """The message of a rank about its call: the arguments, or the error that its checks raised.
 
-    ``call`` contains the arguments by name. ``failure`` is the error that the checks raised, or
-    None. ``said`` is the mapping that the rank tells the other ranks: ``call``, or the text of the
-    error. ``word`` is a 62-bit hash of ``said``.
+    ``call`` maps the names of the arguments to their values. ``failure`` is the error that the
+    checks of this rank raised, or None. From these two parameters, two attributes are made. The
+    dictionary ``said`` is the message: a copy of ``call``, or the text of the error. The number
+    ``word`` is a hash of ``said`` with 62 bits. Ranks compare these hashes first.
     """
 
     def __init__(self, call: Mapping[str, Any], failure: Exception | None = None):

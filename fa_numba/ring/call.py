@@ -27,12 +27,13 @@ def prepared(
     q: Any, k: Any, v: Any, sinks: Any, group: Any, differentiable: bool, return_lse: Any,
     **options: Any,
 ) -> tuple[Ring, Agreement]:  # fmt: skip
-    """Return the ring of a call, and its agreement with the other ranks.
+    """Check the arguments of a call, and start to compare them with the arguments of other ranks.
 
-    ``options`` are all other arguments of ``ring_attention``. The caller must call ``wait`` of the
-    agreement before it sends anything. If the checks of any rank fail, all ranks raise an error,
-    here or in ``Agreement.wait``. If an equal call was checked before, this function skips the
-    checks and does not wait for the other ranks.
+    Return two objects: the ``Ring``, which describes the call, and the ``Agreement``, which is the
+    running comparison. The caller must call ``Agreement.wait`` before it sends anything.
+    ``options`` are all other arguments of ``ring_attention``. If the checks of any rank fail, all
+    ranks raise an error, here or in ``Agreement.wait``. If an equal call was checked before, this
+    function skips the checks and does not wait for the other ranks.
     """
     dist = sys.modules["torch"].distributed
     if not dist.is_available() or not dist.is_initialized():

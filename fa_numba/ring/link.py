@@ -185,10 +185,11 @@ _side: dict[Any, tuple[Any, Any]] = {}
 
 
 def _side_of(torch: Any, device: Any) -> tuple[Any, Any]:
-    """Return the stream on which a GPU runs exchanges, and a tensor of one element for the fills.
+    """Return the CUDA stream for the messages of a GPU, and a tensor with one element.
 
-    ``Link.exchange`` explains the fills. Each GPU has one stream and one tensor, which are made at
-    the first call.
+    ``Link.exchange`` sends messages on this stream. It also fills the tensor a few times, which
+    gives a copy the time to start. Each GPU has one such stream and one such tensor. They are made
+    at the first call.
     """
     if device not in _side:
         _side[device] = torch.cuda.Stream(device), torch.empty(1, device=device)

@@ -1,10 +1,9 @@
 """Sums of results over parts of the columns or rows.
 
-A kernel rounds its result to q's dtype. A sum of several results is in float32 until the last
-result has been added. Then the sum is rounded to q's dtype. The error is therefore one rounding per
-part, times the weight of the part, and one rounding of the sum. If there are only two parts, as
-with two ranks, the second result is added to the first result in q's dtype. This gives the same
-number of roundings.
+A kernel rounds its result to q's dtype, such as float16. Several results are added in float32, and
+only the last sum is rounded to q's dtype. Each result is therefore rounded once, and the sum is
+rounded once. If there are only two results, as with two ranks, the second result is added to the
+first result in q's dtype. The number of roundings is then the same.
 """
 
 from __future__ import annotations
@@ -41,8 +40,9 @@ class Part(NamedTuple):
     def beside(self, other: Part, axis: int) -> Part:
         """Return the heads of this part followed by the heads of ``other``, for the same rows.
 
-        ``axis`` is the axis of the heads. If both parts contain one and the same tensor object, the
-        tensor already contains all heads.
+        ``axis`` is the axis of the heads. Normally, the tensors of the two parts are concatenated.
+        If a tensor of this part is the same object as the tensor of ``other``, it is returned
+        unchanged: both calls have written their heads to it.
         """
         cat = sys.modules["torch"].cat
         pairs = zip(self.tensors, other.tensors, strict=True)
@@ -58,8 +58,8 @@ class Kind:
     layout : {"bhnd", "bnhd"}
         Order of the axes of q.
     like : sequence of torch.Tensor
-        Tensors of this rank. A part has one tensor for each of them, with the same shape apart from
-        the number of rows.
+        Tensors of this rank, such as (k, v). A part has one tensor for each tensor in ``like``,
+        such as (dK, dV). The two tensors have the same shape, apart from the number of rows.
     lse : bool, default False
         Whether the parts have an L, (batch, heads, rows).
     columns : int, optional

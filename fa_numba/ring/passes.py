@@ -103,17 +103,18 @@ class Ring:
         return 1 if self.layout == "bnhd" else 2
 
     def course(self, q: Any, k: Any) -> Course:
-        """Return the course of the travelling operands in a call with these q and k."""
+        """Return the stops of the operands that are sent, in a call with these q and k."""
         rows, columns = (x.shape[self.axis] for x in (q, k))
         return course_of(
             self.mask, self.link.ranks, q.shape[0], rows, columns, self.causal, self.travels
         )
 
     def turned(self, of_rows: T, of_columns: T) -> tuple[T, T]:
-        """Turn a pair (of rows, of columns) into (travelling, staying), or the other way round.
+        """Swap two values if K and V travel. Return the two values unchanged if Q travels.
 
-        If Q travels, the pair is returned unchanged. If K and V travel, the two elements are
-        swapped. Both directions are therefore the same operation.
+        The first value belongs to rows of Q, and the second value to columns (rows of K and V). In
+        the result, the first value belongs to the operands that travel, and the second value to the
+        operands that stay. A second call with the result restores the original order.
         """
         return (of_rows, of_columns) if self.travels == "q" else (of_columns, of_rows)
 
@@ -189,8 +190,9 @@ def backward(
     """Return (dQ, dK, dV) for this rank's rows and columns.
 
     With ``sinks``, return also the part of the gradient of the sinks that comes from this rank's
-    rows. ``out`` and ``lse`` are the results over all columns. P = exp(S - L) and
-    D = rowsum(dO o O) - dL need only these, for any part of the columns.
+    rows. ``out`` and ``lse`` are O and L of the forward pass over the complete sequence, not over
+    this rank's columns alone. The gradients from different parts of the columns can therefore be
+    added.
     """
 
     def call(piece: Piece, heads: Heads | None, of_q: Sequence, of_kv: Sequence) -> tuple:
@@ -222,13 +224,15 @@ def _around(
 ) -> tuple[Part, Part]:  # fmt: skip
     """Run all stops of a pass on this rank, and return the results for the rank's rows and columns.
 
-    Each result is a sum over all stops. ``call`` computes one piece. ``kinds`` are the shapes and
-    dtypes of the results for rows and for columns. ``first``, if given, is the first summand for
-    the rows, and the sum is then in float32.
+    Each result is a sum over all stops. ``of_q`` are q and other tensors with the same rows, and
+    ``of_kv`` are k and v. ``call`` is a function that makes one call of attention. ``kinds`` are
+    the shapes and dtypes of the results for rows and for columns. ``first``, if given, is the first
+    summand for the rows, and the sum is then in float32.
 
-    Without a mask, the rank's own part is computed in groups of heads. The first group is computed
-    before the ranks have agreed, so that the GPU does not wait for the agreement. If results
-    travel, the last group is computed at the end, while the last results are being sent.
+    Without a mask, the attention of the rank's own rows and columns is computed in up to three
+    groups of heads. The first group is computed before the ranks have compared their arguments, so
+    that the GPU does not wait for the comparison. The last group is computed at the end, while the
+    last results are being sent. If no results are sent, there is no last group.
     """
     link, turned, course = ring.link, ring.turned, ring.course(of_q[0], of_kv[0])
     last, rank = len(course.stops) - 1, link.rank
@@ -254,10 +258,11 @@ def _around(
         The first result is for the operands that are sent round the ring. If K and V are sent, it
         contains dK and dV in the backward pass, and nothing in the forward pass. The second result
         is for the operands that stay on this rank: dQ, or O and L. If Q is sent, the two results
-        contain the same arrays in the other order. ``piece`` contains the rows,
-        the columns and the mask of the call. ``held`` are the sent operands that are now on
-        this rank, and ``begin`` is the number of their first row. ``heads`` are the K/V heads to
-        compute. None means all K/V heads.
+        contain the same arrays in the other order.
+
+        ``piece`` contains the rows, the columns and the mask of the call. ``held`` are the sent
+        operands that are now on this rank, and ``begin`` is the number of their first row.
+        ``heads`` are the K/V heads to compute. None means all K/V heads.
         """
         moving, still = turned(piece.rows, piece.columns)
         there = [ring.rows(x, moving, begin, piece.entries, heads) for x in held]
@@ -265,9 +270,10 @@ def _around(
         return turned(*call(piece, heads, *turned(there, here)))
 
     def compute_own(shares: list[Heads | None], done: bool) -> None:
-        """Compute groups of heads of the rank's own part.
+        """Compute the attention of this rank's own rows and columns, for some groups of heads.
 
-        If ``done``, add the results to the sums.
+        ``shares`` are the groups of heads. ``done`` says whether these are the last groups. If
+        ``done`` is set, the results of all groups are added to the sums.
         """
         for piece in pieces[0]:
             for heads in shares:
@@ -340,11 +346,19 @@ def _take(into: Sum, sums: Exchange, rows: Span) -> None:
 
 
 def _shares(ring: Ring, q: Any, k: Any, early: bool, last: bool) -> list[list[Heads | None]]:
-    """Return the groups of K/V heads of a rank's own part, in three lists.
+    """Divide the K/V heads of a call into three groups, by the time at which they are computed.
 
-    The first list is computed before the agreement, the second after it, and the third at the end.
-    ``early`` and ``last`` say whether the first and the third list may contain heads. None means
-    all heads. The groups depend only on the call, so equal calls give equal bits.
+    This is for the attention of a rank's own rows and own columns. The result has one list for each
+    group. A list contains the ``Heads`` of the group, or None if the group contains all heads. It
+    is empty if the group contains no heads.
+
+    | list | computed |
+    |---|---|
+    | first | before the ranks have compared their arguments; empty unless ``early`` |
+    | second | after the comparison |
+    | third | at the end of the call, while results are being sent; empty unless ``last`` |
+
+    The groups depend only on the call, so equal calls give equal bits.
     """
     heads = k.shape[3 - ring.axis]
     if ring.link.ranks == 1 or heads == 1 or ring.mask is not None:

@@ -5,9 +5,10 @@ to i + D + right. D is the number of valid columns minus the number of valid row
 aligns windows in the same way.
 
 A call of attention computes a chunk of rows with a chunk of columns, at any positions in the
-sequence. Rows that see no column of the chunk are cut off. Columns that no row of the chunk sees
-are cut off too. The last remaining row then sees the last remaining column. A call of attention
-aligns its window to this corner, so the mask of the call is a window with sides of 0 or more.
+sequence. Rows that see no column of the chunk are left out of the call. Columns that no row of the
+chunk sees are left out too. The last row of the call then sees the last column of the call. This
+fits the function ``attention``, which aligns a window to the last row and the last column. A window
+with two sides of 0 or more therefore describes the mask of the call.
 
 A step is skipped if no rank computes anything in it. The remaining steps are called stops. The
 travelling operands go from one stop to the next stop. Results for the travelling operands follow
@@ -198,25 +199,28 @@ class Course:
                     yield entries[:2], (begin - i, min(end, entries.rows) - i)
 
     def operands(self, owner: int, stop: int) -> Span:
-        """Return the rows of the travelling part of ``owner`` that are sent to a stop.
+        """Return the rows (begin, end) of the travelling part of ``owner`` that are sent to a stop.
 
-        These are the rows that the stop ``stop`` or a later stop needs. (0, 0) means no rows.
+        These are the rows that the stop ``stop`` or a later stop needs. Rows are counted from the
+        start of the part. (0, 0) means no rows.
         """
         if self.mask is None:
             return 0, self.rows if self.travels == "q" else self.columns
         return _enclosing(self._moving(owner, stop, len(self.stops)))
 
     def results(self, owner: int, stop: int) -> Span:
-        """Return the rows for which results are sent on from a stop.
+        """Return the rows (begin, end) of the results that a rank sends after a stop.
 
-        These are results of the stops 1 to ``stop``, for the travelling part of ``owner``.
+        The results are for the travelling part of ``owner``. They are sums over the stops 1 to
+        ``stop``. The results of stop 0 are not sent, because they are already on the owner. Rows
+        are counted from the start of the part. (0, 0) means that nothing is sent.
         """
         return _enclosing(self._moving(owner, 1, stop + 1))
 
     def calls(self, owner: int, stop: int) -> int:
-        """Return the number of calls whose results are sent on from a stop.
+        """Return how many calls of attention contribute to the results that are sent after a stop.
 
-        These are calls of the stops 1 to ``stop``, with the travelling part of ``owner``.
+        These are the calls of the stops 1 to ``stop`` with the travelling part of ``owner``.
         """
         return sum(1 for _ in self._moving(owner, 1, stop + 1))
 
