@@ -52,6 +52,13 @@ def _fewest(
 def chosen_splits(request: Request, tiles: Tiles, spec: Spec, blocks: int) -> Chosen:
     """Return the number of key splits of a forward pass (``kv_splits``), and the reason.
 
+    The length of a row tile is the number of column tiles that it visits. Row tiles are unequal if
+    they have different lengths. This is the case if a head has several row tiles, and the call has
+    a causal mask or a window with a right bound only. The last row tiles of a head are then the
+    longest. Calls with packed sequences or a block mask are treated as if row tiles were equal. An
+    even share is the time of all row tiles, divided by the number of thread blocks that run at the
+    same time.
+
     The first case that applies decides:
 
     case                                               number of key splits
@@ -62,13 +69,7 @@ def chosen_splits(request: Request, tiles: Tiles, spec: Spec, blocks: int) -> Ch
     row tiles are equal, and fill the GPU              1
     all other cases                                    the number with which the pass ends first
 
-    The length of a row tile is the number of column tiles that it visits. Row tiles are unequal if
-    they have different lengths. This is the case if a head has several row tiles, and the call has
-    a causal mask or a window with a right bound only. The last row tiles of a head are then the
-    longest. Calls with packed sequences or a block mask are treated as if row tiles were equal.
-
-    An even share is the time of all row tiles, divided by the number of thread blocks that run at
-    the same time. The end of the pass is its ``makespan``, measured in visits of a column tile.
+    The end of the pass is its ``makespan``, measured in visits of a column tile.
 
     ``blocks`` is the number of row tiles of the call. ``spec`` is the spec of the forward kernel.
     """
@@ -197,7 +198,8 @@ def check_group_splits(request: Request) -> None:
 def chosen_group_splits(request: Request) -> Chosen:
     """Return the number of group splits of a backward pass (``group_splits``), and the reason.
 
-    The first case that applies decides:
+    A number of group splits is possible if a kernel supports it, and if it does not make too many
+    thread blocks. The first case that applies decides:
 
     case                                                  number of group splits
     the caller chose a number                             the number that the caller chose
@@ -206,7 +208,6 @@ def chosen_group_splits(request: Request) -> Chosen:
     no number above 1 is possible                         1
     all other cases                                       the number with which the pass ends first
 
-    A number is possible if a kernel supports it, and if it does not make too many thread blocks.
     The pass ends when the parts of dK and dV have been summed. The time until then is the
     ``makespan`` plus the time of the sums, measured in visits of a row tile. A visit takes about 3
     microseconds of a multiprocessor, for 10 Br Bc d FLOPs. Thread blocks start in the order of the

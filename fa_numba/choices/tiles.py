@@ -466,10 +466,13 @@ _SMALL_HEAD = 64  # largest small head dimension: Q and dO of long sequences com
 def chunk_tiles(request: Request, Bc: int) -> int:
     """Return the number of column tiles of each head in a chunk of a backward pass on Hopper.
 
-    The number 0 means that the grid has no chunks. With chunks, the grid visits a chunk of all
-    heads before the next chunk. Long and short column tiles are then distributed better. The length
-    of a column tile is the number of row tiles that visit it. ``Bc`` is the number of columns of a
-    tile. The first case that applies decides:
+    With chunks, the grid visits a chunk of all heads before the next chunk. Long and short column
+    tiles are then distributed better. The number 0 means that the grid has no chunks.
+
+    The length of a column tile is the number of row tiles that visit it. Column tiles have unequal
+    lengths with a causal mask, or with a block mask and head dimensions up to 64. All other calls
+    count as calls with equal lengths. ``Bc`` is the number of columns of a tile. The first case
+    that applies decides:
 
     case                                                        number of column tiles
     FA-1                                                        0
@@ -479,11 +482,9 @@ def chunk_tiles(request: Request, Bc: int) -> int:
     does not spill registers
     all other cases                                             columns of a chunk / Bc
 
-    Column tiles have unequal lengths with a causal mask, or with a block mask and head dimensions
-    up to 64. All other calls count as calls with equal lengths. The number of columns of a chunk is
-    in measured.csv. It is larger for long sequences with small head dimensions, and for head
-    dimensions above 128. The result, if it is not 0, is doubled until the grid has at most
-    ``MOST_CHUNKS`` chunks.
+    The number of columns of a chunk is in measured.csv. It is larger for long sequences with small
+    head dimensions, and for head dimensions above 128. The result, if it is not 0, is doubled until
+    the grid has at most ``MOST_CHUNKS`` chunks.
     """
     p = request.problem
     unequal = p.causal or (p.sparse and p.largest_dim <= PANEL)

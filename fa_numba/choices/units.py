@@ -66,7 +66,7 @@ class Unit(ABC):
     looks             colours and markers in figures, by the name of a series without the unit
     on_tensor_cores   whether the unit is compared with the peak speed of tensor cores
     instruction       name of the instruction that multiplies matrices on tensor cores
-    emulated_steps    least number of multiply-adds of tiles that the emulator computes per second
+    emulated_steps    multiply-adds per second that the emulator computes in the slowest case
     dtypes            dtypes of inputs
     capability        lowest compute capability that has the unit
     newest            last compute capability that has the unit; None: all later ones have it

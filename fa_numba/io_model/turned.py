@@ -48,7 +48,7 @@ def elements_of_turned(problem: Problem) -> int:
     Returns
     -------
     int
-        Number of elements; 0 unless the problem is in e4m3.
+        Number of elements for e4m3. For any other dtype the number is 0.
     """
     if not DTYPES[problem.dtype].scaled:
         return 0
@@ -62,7 +62,7 @@ def with_turned_values(problem: Problem, tiles: BlockSizes, kernel: Accesses) ->
     Parameters
     ----------
     problem : Problem
-        The problem. Unless it is in e4m3, `kernel` is returned unchanged.
+        The problem. If its dtype is not e4m3, `kernel` is returned unchanged.
     tiles : object with Br and Bc
         Block sizes.
     kernel : Accesses

@@ -118,21 +118,32 @@ class MmaSpec(Spec):
 
     @property
     def rows(self) -> TileRows:
-        """Layout of the rows of sQ in shared memory, and of sK unless ``key_rows`` differs."""
+        """Layout of the rows of sQ in shared memory.
+
+        The rows of sK have this layout too, except with pages of e4m3 (``key_rows``).
+        """
         swizzled = "swizzle" not in self.ablated
         padded = not swizzled and "padding" not in self.ablated
         return TileRows(self.planes * self.columns_k, swizzled, padded)
 
     @property
     def key_rows(self) -> TileRows:
-        """Layout of the rows of sK in shared memory. An element of 16 bits contains two e4m3."""
+        """Layout of the rows of sK in shared memory.
+
+        Normally it is the layout of sQ. With pages of e4m3, a row has half as many 16-bit elements,
+        because each of these elements contains two e4m3 numbers.
+        """
         if self.features.page_scales:
             return replace(self.rows, columns=self.columns_k // 2)
         return self.rows
 
     @property
     def value_rows(self) -> TileRows:
-        """Layout of the rows of sV in shared memory. An element of 16 bits contains two e4m3."""
+        """Layout of the rows of sV in shared memory.
+
+        Normally it is the layout of the rows of O. With pages of e4m3, a row has half as many
+        16-bit elements, because each of these elements contains two e4m3 numbers.
+        """
         if self.features.page_scales:
             return replace(self.rows, columns=self.columns // 2)
         return self.output_rows

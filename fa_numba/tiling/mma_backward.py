@@ -31,10 +31,11 @@ class MmaBackwardSpec(GradientSpec, MmaSpec):
       This halves the registers for dK and dV. The products need all rows of S, so that PT and dST
       are read from shared memory.
 
-    Thread (ty, tx) has the columns tx + 8 j of S and, of each 8 rows, the rows 2 ty and 2 ty + 1.
-    The numbers ty and tx include the position of the warp in the tile. The product dQ = dS K needs
-    all columns of dS. Therefore dST is also stored in shared memory, and ``query_warps`` x
-    ``chunk_warps`` warps share a tile of dQ.
+    Thread (ty, tx) has the columns tx + 8 j of S. Of each 8 rows, it has the rows 2 ty and 2 ty +
+    1. The numbers ty and tx include the position of the warp in the tile. The product dQ = dS K
+    needs all columns of dS. Therefore dST is also stored in shared memory. The tile of dQ is
+    divided among all warps: its rows among ``query_warps`` warps, and its columns among
+    ``chunk_warps`` warps.
 
     With ``vector_adds`` an atomic add adds two neighbouring elements at once. GPUs have such adds
     from compute capability 9.0 on.

@@ -156,7 +156,10 @@ class Spec(ABC):
 
     @property
     def columns(self) -> int:
-        """V's head dimension, rounded up to the columns that the threads of a row cover."""
+        """V's head dimension, rounded up to 4 * tx_count * DN columns.
+
+        The ``tx_count`` threads that share a row have ``DN`` groups of four columns each.
+        """
         return 4 * self.tx_count * self.DN
 
     @property
@@ -206,7 +209,7 @@ class Spec(ABC):
     def reads_bias(self) -> bool:
         """Whether the kernel may load a tile's bias to registers while the scores are computed.
 
-        This needs pairs of neighbouring columns in a thread.
+        This is possible only if the columns of a thread come in pairs of neighbours.
         """
         return self.features.bias and self.column_width % 2 == 0
 

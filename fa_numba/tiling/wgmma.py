@@ -165,7 +165,10 @@ class WgmmaSpec(Spec):
 
     @property
     def stores_floats(self) -> bool:
-        """Whether O is written from registers to global memory in float32, without a box."""
+        """Whether threads write O from registers to global memory directly, in float32.
+
+        Otherwise O goes through shared memory, and is written in boxes.
+        """
         return self.planes > 1 or self.output == "float32"
 
     @property
@@ -275,7 +278,7 @@ class WgmmaSpec(Spec):
 
     @property
     def loads_own_rows(self) -> bool:
-        """Whether each consumer's rows of Q are loaded by a producer thread of their own."""
+        """Whether each consumer has its own producer thread that loads its rows of Q."""
         return False
 
     @property

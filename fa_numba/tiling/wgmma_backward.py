@@ -693,7 +693,10 @@ class WgmmaWidePlanesBackwardSpec(WgmmaPlanesBackwardSpec):
 
 
 class _SharedRows(WgmmaSpec):
-    """A ``WgmmaSpec`` for two consumers that both multiply all rows of a tile."""
+    """A ``WgmmaSpec`` for kernels in which two consumers compute with the same rows of a tile.
+
+    In other kernels, each consumer computes with its own 64 rows.
+    """
 
     consumer_rows = 0
     slots_name_next = False
