@@ -476,23 +476,25 @@ class Context(Active):
         return bool(ordered(stamp, tid, tid // WARP, self.seen))
 
     def joined(self, stamp: int, lane: int) -> int:
-        """Return one stamp for a warp's earlier reads of an element and a lane's read now.
+        """Return the stamp to store for an element that a lane reads now.
 
-        For each element, the emulator keeps one stamp per warp that reads the element. Several
-        lanes of the warp may read the element. Stamps are defined in the notes of `Context`.
+        For each element, the emulator stores only one stamp per warp, although several lanes of the
+        warp may read the element. The returned stamp stands for all these reads. Stamps are defined
+        in the notes of `Context`.
 
         Parameters
         ----------
         stamp : int
-            Stamp of the warp's earlier reads of the element.
+            The stored stamp: earlier reads of the element by the same warp.
         lane : int
             The lane of the warp that reads the element now.
 
         Returns
         -------
         int
-            The stamp of the lane's read alone, if the earlier reads are the lane's own or happened
-            before it. Else the stamp that stands for several threads of the warp.
+            The stamp of the lane's read, if the earlier reads were made by the same lane or
+            happened before the lane's read. Otherwise a stamp whose code means "several threads of
+            the warp".
         """
         warp = int(self.group.warp_of[lane])
         before = stamp < self.seen[warp, warp] or stamp % STAMP == self.group.tids[lane]

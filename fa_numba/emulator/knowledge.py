@@ -1,21 +1,23 @@
-"""Which earlier accesses each thread knows to be finished.
+"""Records which earlier accesses surely happened before the next access of each thread.
 
-A *stamp* numbers the accesses of a thread in the order of time. Thread t knows the stamp n of
-thread u if every access of thread u with a stamp below n happened before the next access of t.
+A *stamp* is an integer that numbers accesses in the order of time. Suppose that every access of
+thread u with a stamp below 500 happened before the next access of thread t. This module then says:
+thread t *knows* the stamp 500 of thread u. A barrier, for example, raises the stamps that the
+waiting threads know.
 
 Two arrays contain the known stamps:
 
-- `seen` has one row per warp and one column per warp. A row contains the stamps that all threads of
-  the row's warp know. A column contains stamps that hold for all threads of the column's warp.
-- `_heard` has one row per thread and one column per thread. It is made when it is first needed:
-  threads arrive at an mbarrier one by one, so that one thread may know more than its warp.
+- ``seen[v, w]`` is a stamp that every thread of warp v knows of every thread of warp w.
+- ``_heard[t, u]`` is a stamp that thread t knows of thread u. The array is made when it is first
+  needed. Threads arrive at an mbarrier one by one, and a thread may then know more than the other
+  threads of its warp.
 
-Both arrays have more columns behind these, the *further columns*. The accesses of a further column
-are made by the hardware, not by a thread. There is one further column for each part of a matrix
-product that a warp computes, and one for the copies that an mbarrier counts.
+Both arrays have more columns after the columns for warps or threads: the *further columns*. They
+are for accesses that the hardware makes, not a thread. Each warp has one further column for its
+part of a matrix product. Each mbarrier has one further column for the copies that it counts.
 
-In this file, `known` is a row with one stamp per thread, followed by the further columns. It is a
-row of `_heard`, or a row of `seen` in which the stamp of a warp is repeated for its threads.
+The variable `known` in this module contains what one or more threads know: one stamp per thread of
+the thread block, followed by the further columns.
 """
 
 from __future__ import annotations
@@ -68,11 +70,10 @@ class Knowledge(Waiting):
             raise OneByOne
 
     def widen(self, more: int) -> None:
-        """Append further columns to `seen` and `_heard`, if they have too few columns.
+        """Append columns to `seen` and `_heard`, so that they suffice for `more` new mbarriers.
 
-        After the call there are enough further columns for the matrix products of all warpgroups,
-        for all mbarriers so far, and for `more` new mbarriers. Further columns are explained at the
-        top of this module.
+        The columns are the further columns that the top of this module describes: one for each warp
+        of every warpgroup, and one for each mbarrier. Nothing happens if there are enough columns.
         """
         base, starts, seen = self._clocks
         columns = WARPGROUP * self.warpgroups + self._columns
@@ -151,10 +152,10 @@ class Knowledge(Waiting):
         return bool(before(stamp, known, self.warps))
 
     def _column_known(self, tids: np.ndarray, column: int) -> np.ndarray:
-        """Return the stamps in a further column that the threads `tids` know.
+        """Return for each thread in `tids` the stamp that it knows of one hardware unit.
 
-        `column` is the number of the further column, from 0. The result contains one stamp per
-        thread of `tids`.
+        The unit is a part of a matrix product, or the copies of an mbarrier. `column` is the number
+        of the unit's further column, from 0. The top of this module explains further columns.
         """
         known = self.seen[tids // WARP, self.warps + column]
         if self._heard is not None:
@@ -162,7 +163,10 @@ class Knowledge(Waiting):
         return known
 
     def _learn(self, known: np.ndarray) -> None:
-        """Add the knowledge in the row `known` to the knowledge of the lanes that take part."""
+        """Record that the lanes that take part know the stamps in `known` from now on.
+
+        The lanes keep the stamps that they know already, if these stamps are higher.
+        """
         tids, whole, others = self._whole_and_others()
         by_warp = self._by_warp(known)
         self.seen[whole] = np.maximum(self.seen[whole], by_warp)
@@ -199,7 +203,10 @@ class Knowledge(Waiting):
         return found[2]
 
     def synced(self, warps: np.ndarray) -> None:
-        """After a warp synchronises, give each of its lanes the knowledge of all its lanes."""
+        """Record that the lanes of each warp in `warps` have synchronised with each other.
+
+        From now on, a lane knows every stamp that any lane of the warp knew.
+        """
         if self._heard is None:
             return
         for warp in warps.tolist():
@@ -248,12 +255,17 @@ class Knowledge(Waiting):
     def checked(
         self, check: Callable[..., int], *args: Any, tids: np.ndarray, last: tuple[Any, ...]
     ) -> tuple[int, np.ndarray]:
-        """Call a check of async_checks.py; return its result, and what the threads `tids` know.
+        """Check an asynchronous copy or product that the threads `tids` start.
 
-        `args` are the arguments of `check` before `known`, and `last` are the arguments after
-        `base`. The stamps in `known` and `fences` may be lower than necessary, because they are
-        then faster to compute. The check is therefore first called with such stamps. If it finds an
-        access that is not allowed, it is called again with exact stamps.
+        `check` is a function of async_checks.py. It is called as ``check(*args, known, fences,
+        warps, base, *last)``. This method computes the four arguments in the middle.
+
+        Return two values. The first value is the result of `check`: -1 if every access is allowed,
+        or the index of the first element that is not allowed. The second value is the array `known`
+        of the last call of `check`.
+
+        The first calls get stamps that are fast to compute, but may be lower than necessary. If
+        they find an access that is not allowed, `check` is called again with exact stamps.
         """
         known = self.known_by(tids)
         bad = -1

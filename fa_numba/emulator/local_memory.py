@@ -274,12 +274,12 @@ class LocalArray(Unconverted):
                 self.data[e] = np.where(mask, sums[n], self.data[e])
 
     def merged(self, mask: np.ndarray, other: Any) -> LocalArray:
-        """Return the array for all lanes after some lanes have run again the line that makes it.
+        """Merge the local arrays that one line of the kernel has made for different lanes.
 
-        A line of the kernel makes one array. If some lanes run the line again, the emulator first
-        makes a new array for them, which is `self`. The older array, `other`, then replaces the new
-        array in all lanes. The elements of `other` lose their values in the lanes of `mask`, as in
-        a new array.
+        In a loop or a branch, a call of ``cuda.local.array`` may run again for some lanes only.
+        These lanes have the new array `self`, and the other lanes still have the older array
+        `other`. This method returns `other` for all lanes. In the lanes of `mask`, its elements
+        become unwritten, as in a new array.
 
         Parameters
         ----------

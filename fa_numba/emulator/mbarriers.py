@@ -22,7 +22,7 @@ class Mbarrier:
     """A barrier that `count` arrivals complete in each phase. Attributes:
 
     name       name of the barrier's element in the kernel, for messages
-    column     number of the barrier's column in the stamps of knowledge.py
+    column     number of the barrier's further column, which knowledge.py explains
     made       stamp of the initialisation
     maker      number of the thread that initialised the barrier
     fenced     stamp of the fence after the initialisation; None before the fence
@@ -36,9 +36,10 @@ class Mbarrier:
     flying     copies that deliver bytes for the current phase
     arrived    copies of ended phases, until a thread waits for such a phase
     awaited    number of the last phase that a thread has waited for; -2 if there is none
-    acquired   whether a thread has waited for phase -1, the phase before the first: such a wait
-               returns at once
-    uses       thread and instruction of the last "wait" and of the last "arrival"
+    acquired   whether a thread has waited with the parity of the phase before phase 0. Such a
+               wait returns at once. Producers wait in this way for empty slots of a pipeline
+    uses       dictionary with the thread and the calls of the last "wait" and of the last
+               "arrival", for messages
     """
 
     __slots__ = (
@@ -214,11 +215,12 @@ class Mbarriers(Knowledge):
             self._tick(barrier.maker // WARP)
 
     def usable(self, barrier: Mbarrier, lanes: np.ndarray, by_copies: bool = False) -> None:
-        """Raise an error if an mbarrier was not initialised and fenced before some lanes use it.
+        """Raise an error if the lanes `lanes` may not use an mbarrier yet.
 
-        `lanes` are the lanes that use the mbarrier. `by_copies` says whether they use it in copies.
-        The lane that initialised the mbarrier needs no fence in order to arrive or wait, but it
-        needs a fence for copies.
+        One thread initialises the mbarrier. This thread can then arrive and wait. Other threads
+        need a fence by the first thread (`fence_mbarrier_init`), and after it a barrier. If
+        `by_copies` is set, the mbarrier is used to count the bytes of copies. In this case, the
+        first thread needs a fence too.
         """
         base, stamp = self.base[0], barrier.fenced
         if stamp is not None and stamp < base:
@@ -332,9 +334,11 @@ class Mbarriers(Knowledge):
 
         A thread knows that a phase has ended if it has waited for this phase, or has synchronised
         with a thread that knew. Let phase n be the first phase whose end the thread does not know.
-        The parity selects phase n or phase n - 1. A wait for phase n - 1 returns at once. Raise
-        BarrierMisuse if the phase after the selected phase has ended, too: the parity could not
-        tell these phases apart.
+        If n and the parity are both even or both odd, the thread waits for the end of phase n.
+        Otherwise the parity belongs to phase n - 1, which has ended, and the wait returns at once.
+
+        Raise BarrierMisuse if the phase after the selected phase has ended too. A GPU would then
+        see the same parity as before the selected phase ended, and would wait for a later phase.
         """
         self.alone()
         self.instruction("barrier")

@@ -45,16 +45,18 @@ class Together(BaseException):
 def operand_places(
     rows: int, panel_rows: int, across: bool, steps: int, column: int
 ) -> tuple[np.ndarray, int, int]:
-    """Return the positions of an operand's elements in shared memory, with minimum and maximum.
+    """Return where the elements of a `wgmma` operand are in shared memory.
 
-    The operand has `rows` rows and 16 * `steps` columns. The positions are in a flat array, row by
-    row. A position is a number of elements, counted from the last multiple of 1024 bytes at or
-    before the operand's first element. The positions follow from the PTX descriptor and the
-    128-byte swizzle.
+    The first result is a flat array with the position of each element, row by row. The operand has
+    `rows` rows and 16 * `steps` columns. The second and the third result are the smallest and the
+    largest position. Position 0 is at a multiple of 1024 bytes: the last one at or before the first
+    element of the operand. A position counts elements of 16 bits. The positions follow from the PTX
+    descriptor and the 128-byte swizzle.
 
-    The operand is stored in panels of `panel_rows` rows. If `across` is set, the operand is stored
-    transposed: a row of memory then contains one element of each of 64 rows of the operand.
-    `column` is the byte of the row of memory at which the operand begins.
+    The operand is stored in panels of `panel_rows` rows with 128 bytes each. If `across` is set,
+    the operand is stored transposed: a row of a panel then contains one element of each of 64 rows
+    of the operand. `column` is the number of bytes from the beginning of a row of a panel to the
+    first element of the operand.
     """
     row = np.arange(rows, dtype=np.int64)[:, None]
     k = np.arange(steps)[:, None]
@@ -85,8 +87,10 @@ def _summed_in_few_bits(
     instructions adds k / `steps` products and C. Let E be the largest exponent of the addends,
     where a product's exponent is the sum of the exponents of its factors. Each addend is first
     rounded towards 0 to a multiple of 2^(E - bits). The sum of the rounded addends is exact. It is
-    then rounded towards 0 to `bits` fraction bits. With 13 bits and 32 products, this gave all of
-    1.3 million sums that an H200 computed, bit for bit: chosen addends and random ones.
+    then rounded towards 0 to `bits` fraction bits.
+
+    The rule was compared with an H200, for 13 bits and 32 products. All 1.3 million sums were equal
+    bit for bit, with random addends and with addends that were chosen as special cases.
     """
     kept = np.uint32(-1 << FRACTION_BITS - bits & 0xFFFFFFFF)
     terms = A.shape[1] // steps
@@ -137,8 +141,8 @@ class Product:
     lent        the asynchronous reads of the operands in shared memory
     site        instruction that started the product
     registers   number of registers of C per thread
-    ended       whether a `wait_products` call has waited for the product, but was given another
-                array than C
+    ended       whether a call of `wait_products` has waited for the product. The kernel may
+                access C only after a call of `wait_products` with C as its argument
     """
 
     ctx: Products
@@ -227,10 +231,9 @@ class Products(Boxes):
         """Raise an exception for a warpgroup whose threads do not all run in one group.
 
         The threads of a warpgroup must run in one group, because they compute a product together.
-        The first time, raise Together: the thread block then begins again, and each group contains
-        complete warpgroups. If this has been done already, or the thread block has only a part of
-        this warpgroup, raise EmulatorError. Some threads have then waited in a branch without the
-        others.
+        The first time, raise Together. The thread block then begins again, and each group contains
+        complete warpgroups. Raise EmulatorError in two cases: the threads of the warpgroup have
+        separated again since then, or the thread block has fewer threads than the warpgroup needs.
         """
         tids = np.arange(WARPGROUP) + warpgroup * WARPGROUP
         same = self.warps_together * WARP == WARPGROUP
