@@ -172,9 +172,12 @@ def mma_tiles(
 def unspilled(request: Request, rule: Callable[[], Chosen]) -> Chosen:
     """Return the tiles that ``rule`` chooses for FA-2's backward pass on "mma", and the reason.
 
-    In one case the number of threads is changed to 256, because the assembler would spill registers
-    with fewer threads: for tiles of 32 x 64 at head dimensions from 145 to 160, on GPUs of compute
-    capability 10.0 or higher (Blackwell).
+    Normally the result is what ``rule()`` returns. The number of threads is set to 256 if all of
+    these conditions hold, because the assembler would spill registers with fewer threads:
+
+    - The tiles are 32 x 64.
+    - The larger head dimension, of Q or V, is from 145 to 160.
+    - The GPU has compute capability 10.0 or higher (Blackwell).
     """
     tiles, why = rule()
     crowded = 144 < request.problem.largest_dim <= 160 and request.capability >= (10, 0)

@@ -12,7 +12,7 @@ from fa_numba.problem import BlockSizes, Problem
 
 
 def rows_loaded(problem: Problem, backward: bool = False, boxes: bool = False) -> tuple[int, int]:
-    """Return the elements that a kernel loads of one row of Q or K, and of one row of V or dO.
+    """Return how many elements a kernel loads for a row of Q or K, and for a row of V or dO.
 
     Without planes, these numbers are the head dimensions. With planes, they are the number of
     planes times the head dimension, which is rounded up to a multiple of:

@@ -106,10 +106,10 @@ class SimtSpec(Spec):
     def whole_columns(self) -> int:
         """Number of floats of a row in shared memory, including the zeros at the end of the row.
 
-        Normally the number is ``columns``. Let d be V's head dimension, rounded up to a multiple of
-        4. If d is not a multiple of 8, every other row in global memory begins in the middle of a
-        32-byte sector. The number is then ``columns`` + 4, so that every other row in shared memory
-        begins in the middle of 32 bytes, too.
+        Normally the number is ``columns``. It is ``columns`` + 4 if V's head dimension, rounded up
+        to a multiple of 4, is not a multiple of 8. An example is a head dimension of 20. Every
+        other row in global memory then begins in the middle of a 32-byte sector. With the four
+        additional floats, every other row in shared memory begins in the middle of 32 bytes, too.
         """
         return self.columns + round_up(self.d_v, 4) % 8
 

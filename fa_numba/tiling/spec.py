@@ -104,12 +104,12 @@ class Spec(ABC):
 
     @property
     def p_exponent(self) -> float:
-        """The base-2 logarithm of the factor by which P is larger than usual; normally 0.
+        """The exponent x of the factor 2^x by which a kernel scales P; normally 0.
 
-        Kernels compute P = 2^(S - m), with S in units of log2. m is normally the largest score of
-        the row, so that P is at most 1. In some kernels, m is the largest score minus this number,
-        so that P is at most 2^p_exponent. P in e4m3 then uses more of the range of e4m3. The sums l
-        and P V contain the same factor as P. O and the logsumexp m + log2(l) therefore need no
+        Kernels compute P = 2^(S - m), where S is the score times log2(e). m is normally the largest
+        S of the row, so that P is at most 1. In kernels with an x above 0, m is the largest S minus
+        x, so that P is at most 2^x. P in e4m3 then uses more of the range of e4m3. The sums l and
+        P V contain the same factor as P. O and the logsumexp m + log2(l) therefore need no
         correction.
         """
         return 0.0

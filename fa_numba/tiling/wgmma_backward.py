@@ -377,7 +377,7 @@ class WgmmaBackwardSpec(GradientSpec):
         dS        16-bit elements
         dQ        floats
         L and D   floats
-        barriers  8 bytes
+        barriers  words of 8 bytes
         """
         (rows, columns, scores), (out, values, _) = self.tile_halves, self.of_values.tile_halves
         at_q = columns + values
@@ -396,9 +396,9 @@ class WgmmaBackwardSpec(GradientSpec):
     def pipelines(self) -> BackwardPipelines:
         """The pipelines of the kernel.
 
-        All matrices of a row tile have the same barrier for their empty slot. FA-1 also has
-        pipelines for O and D. FA-1 also has a barrier for the empty slot of K and V, because it
-        loads K and V again in every pass.
+        The slots of Q, dO, O and D with the same index share one barrier, which says that they are
+        empty. Only FA-1 has pipelines for O and D. FA-1 also has a barrier which says that the slot
+        of K and V is empty, because it loads K and V again in every pass.
         """
         empty, more = 1 + 2 * self.slots, 1 + 3 * self.slots
         return BackwardPipelines(
@@ -596,7 +596,7 @@ class WgmmaWideBackwardSpec(WgmmaBackwardSpec):
         dO        16-bit elements
         S         floats
         L and D   floats
-        barriers  8 bytes
+        barriers  words of 8 bytes
         """
         (rows, _, scores), out = self.tile_halves, self.of_values.tile_halves[0]
         at_q = 2 * self.column_halves
