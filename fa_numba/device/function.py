@@ -11,10 +11,10 @@ from numba import cuda
 class DeviceFunction:
     """A function that kernels call, inlined into the kernel.
 
-    For Numba, this object is the result of ``numba.cuda.jit(device=True, inline="always")``. The
-    result is slow to make, and a kernel calls about a hundred device functions. It is therefore
-    made when Numba first needs it. The emulator uses only ``py_func``. Numba's inliner also reads
-    ``targetoptions``.
+    Numba treats this object like the result of ``numba.cuda.jit(device=True, inline="always")``.
+    Calling ``jit`` is slow, and a kernel calls about a hundred device functions. Therefore ``jit``
+    is called only when Numba first needs its result. The emulator calls the Python function
+    ``py_func`` directly. Numba's inliner reads ``targetoptions``.
     """
 
     targetoptions = {"device": True, "inline": "always"}

@@ -75,10 +75,12 @@ def count_accesses() -> Iterator[emulator.Counts]:
 class Launched:
     """The kernels that were launched, and the requests from which the launches were planned.
 
-    ``kernels`` maps "gpu" and "emulator" to the kernels launched there, in the order of their first
-    launch. ``origins`` maps the two names to the origins given to ``note_origin``, in the order in
-    which they were given. An origin is any hashable object that says from what launches were
-    planned, such as a request for a plan.
+    attribute   meaning
+    kernels     maps "gpu" and "emulator" to the kernels that were launched there, in the order of
+                their first launch
+    origins     maps "gpu" and "emulator" to the objects that ``note_origin`` was called with, in
+                the order of the calls. Such an object identifies the plan of a launch. Usually it
+                is a request for a plan
     """
 
     def __init__(self) -> None:
@@ -117,9 +119,10 @@ def _note_launched(kernels: Iterable[Kernel], origins: Iterable[Hashable] = ()) 
 
 
 def note_origin(origin: Hashable, stream: int | LaunchRecord = 0) -> None:
-    """Note the origin of the next launches on ``stream``, for ``launched_kernels``.
+    """Say which plan the next launches on ``stream`` belong to, for ``launched_kernels``.
 
-    ``origin`` says from what the launches were planned, such as a request for a plan.
+    ``origin`` is any hashable object that identifies the plan, such as a request for a plan. It is
+    added to ``Launched.origins``.
     """
     if isinstance(stream, LaunchRecord):
         stream.origins.append(origin)
@@ -206,9 +209,15 @@ def replay(recording: LaunchRecord, values: Sequence[int], stream: int, ordinal:
 
 
 def _rounded(ty: Any, value: Any) -> Any:
-    """Return an argument in the form in which the emulator takes it.
+    """Return the object that the emulator takes in place of a kernel argument.
 
-    Numbers of the Numba type float32 are rounded to float32, as for a GPU.
+    ``ty`` is the Numba type of the argument, and ``value`` is the argument:
+
+    argument                    object for the emulator
+    number of the type float32  the number, rounded to float32 as on a GPU
+    ``TiledArray``              ``emulator.Boxed``, an array with the layout of its boxes
+    named tuple                 a named tuple of the objects for its fields
+    all others                  the argument itself
     """
     if isinstance(ty, types.NamedTuple):
         return type(value)(*map(_rounded, ty.types, value))

@@ -58,9 +58,10 @@ class Program(NamedTuple):
 
 
 class Template(NamedTuple):
-    """The syntax tree of a function as text, with gaps for the names from outside the function.
+    """The syntax tree of a function as text, with a gap for each name from outside the function.
 
-    ``references`` contains the name that belongs in each gap, in order.
+    A name from outside is a name that the function takes from its closure or its globals.
+    ``references[n]`` is the name that belongs in gap number n.
     """
 
     text: str
@@ -68,11 +69,14 @@ class Template(NamedTuple):
 
 
 class Reference(NamedTuple):
-    """A name that a function takes from outside, with attributes: ("math", "exp") for ``math.exp``.
+    """A name that a function takes from its closure or its globals, with the attributes after it.
 
-    If ``keyword`` is not empty, the reference is to an argument of a call, such as ``f(x=1)``.
-    ``names`` is then the name of the called function, and ``keyword`` the name of the argument. In
-    a digest, the position of the argument replaces its name.
+    For the expression ``math.exp``, ``names`` is ("math", "exp"), and ``keyword`` is empty.
+
+    If ``keyword`` is not empty, the reference is the name of a keyword argument in a call. For the
+    call ``scaled(x, factor=2)``, ``names`` is ("scaled",), the called function, and ``keyword`` is
+    "factor". A digest contains the position of this argument among the parameters, and not its
+    name.
     """
 
     names: tuple[str, ...]

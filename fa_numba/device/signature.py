@@ -33,11 +33,13 @@ def result_type(planes: int, ndim: int):
 
 
 def boxed_type(floats: bool, ndim: int, ends: bool = False):
-    """Return the Numba type of O in kernels with a copy engine (TMA).
+    """Return the Numba type of the argument O of a kernel that uses the copy engine (TMA).
 
-    Normally the copy engine stores O, and O has 16 bits. If ``floats`` is true, O is stored
-    directly from registers, in float32. ``ndim`` is the number of axes. ``ends`` is the field of
-    ``TiledArray``.
+    argument   meaning
+    floats     normally False: the copy engine stores O, in 16 bits. True: threads store O from
+               their registers, in float32, and the type is that of a plain array
+    ndim       number of axes of O
+    ends       the field ``ends`` of the ``TiledArray`` that is passed as O
     """
     return array_type(ndim) if floats else tiled_type(ndim, ends)
 

@@ -110,14 +110,20 @@ class TiledArray:
     With n heads, neighbouring heads form groups of n heads. A box has rows // n rows of each head
     of the group, ordered by row.
 
-    ``ends`` is for arrays in which sequences follow each other. Elements outside of the sequence of
-    a box are then outside of the map: they are read as zeros and not written. For this purpose,
-    rows are counted from the end of a sequence. For example, a sequence of N rows ends before row e
-    of batch entry b and head h. Row r of this sequence has the index r + ``WRAPS`` - N along the
-    axis "row", and the index b steps[0] + h steps[1] + e steps[2] along the axis "end".
+    ``ends`` is for arrays in which sequences follow each other. The last box of a sequence may
+    reach into the next sequence. With ``ends``, the rows of the next sequence are outside of the
+    tensor map. The copy engine reads them as zeros, and does not write them.
 
-    A map must not begin before the memory of the array. The index ``WRAPS`` along the axis "back"
-    therefore subtracts ``WRAPS`` rows from the address, because addresses wrap around at 2^64.
+    An index is outside of the map if it is not below the length of its axis. The axis "row" has the
+    length ``WRAPS``. Consider a sequence of N rows that ends before row e of batch entry b and head
+    h. A box that begins at row r of this sequence has these indices:
+
+        axis   index
+        back   ``WRAPS``, which subtracts ``WRAPS`` rows: addresses wrap around at 2^64
+        end    b steps[0] + h steps[1] + e steps[2], the end of the sequence in memory
+        row    r + ``WRAPS`` - N, so that row N of the sequence is outside
+
+    The axis "back" is needed because a map must not begin before the memory of the array.
     """
 
     array: Any

@@ -182,11 +182,20 @@ def _first_append(
 
 
 def _scales(given: tuple[Any, Any], inputs: list[Operand], heads: int) -> list[Operand]:
-    """Return the operands of ``k_scale`` and ``v_scale``, or [] for pages without scales.
+    """Return the operands of ``k_scale`` and ``v_scale``, or [] if the pages are not e4m3.
 
-    ``inputs`` are the operands of the pages and of the new rows. ``heads`` is the number of the
-    axis of heads. Raises ValueError or TypeError unless e4m3 pages have scales that fit, and other
-    pages have none.
+    argument   meaning
+    given      the caller's (k_scale, v_scale); the values are None for pages that are not e4m3
+    inputs     operands of the pages of K and V, and of the new rows
+    heads      number of the axis of heads of the pages
+
+    Raises TypeError or ValueError in these cases:
+
+    - Scales are given, but the pages are not e4m3.
+    - The pages are e4m3, and a scale is missing, or its shape, dtype or device does not fit.
+    - The pages are e4m3, and a scale is not writable, or shares memory with another array.
+    - The pages are e4m3, and their rows do not start at multiples of 16 bytes.
+    - The pages are e4m3, and the GPU does not support e4m3.
     """
     pages = inputs[:2]
     if pages[0].dtype != E4M3.name:

@@ -139,9 +139,15 @@ def by_heads(problem: Problem, array: Any) -> Any:
 def heads_first(array: Any, turned: bool, packed: bool = False) -> Any:
     """Return an array with the axes (batch, heads, rows, ...), without a copy.
 
-    If ``turned`` is True, an array with four axes is (B, N, H, d), and its axes are exchanged. If
-    ``packed`` is True, a matrix is (total, H, d) and an array with one number per row is
-    (H, total). The result of a packed array has a batch axis of length 1.
+    ``turned`` says that arrays with four axes are (B, N, H, d). ``packed`` says that arrays with up
+    to three axes are packed sequences:
+
+    axes of the array   arguments       axes of the result
+    (B, H, N, d)                        (B, H, N, d)
+    (B, N, H, d)        ``turned``      (B, H, N, d)
+    (total, H, d)       ``packed``      (1, H, total, d)
+    (H, total)          ``packed``      (1, H, total)
+    (B, H, N)           not ``packed``  (B, H, N)
     """
     if len(array.shape) == 4:  # matrices that are not packed, and pages of K and V
         return device.permuted(array, (0, 2, 1, 3)) if turned else array

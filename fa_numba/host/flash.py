@@ -104,10 +104,14 @@ def _turned_values(request: Request, spec: Any) -> tuple[tuple[Launch, ...], tup
 def _as_bound(boxes: Argument | None, of: Argument, spec: Any) -> Argument:
     """Return the kernel argument that passes the planes of a matrix instead of the matrix.
 
-    ``boxes`` is the argument by which the plan would pass the matrix itself. ``of`` is the name of
-    the array that contains the planes. Normally the result is this name. If ``boxes`` is a
-    ``Boxes`` object, the copy engine (TMA) copies the matrix in boxes. The result is then a
-    ``Boxes`` object for the planes.
+    argument   meaning
+    boxes      argument that passes the matrix itself. It is a ``Boxes`` object if the copy engine
+               (TMA) copies the matrix. Otherwise it is a name or None
+    of         name of the array that contains the planes
+    spec       spec of the kernel; ``spec.dtype`` is the dtype of the planes
+
+    If ``boxes`` is a ``Boxes`` object, the result is a ``Boxes`` object for the array ``of``.
+    Otherwise the result is ``of``.
     """
     return replace(boxes, name=str(of), dtype=spec.dtype) if isinstance(boxes, Boxes) else of
 

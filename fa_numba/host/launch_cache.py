@@ -59,7 +59,8 @@ class Call(NamedTuple):
     block_mask   the ``BlockMask`` of the call, or None
     ordinal      number of the GPU
     slot         index in ``pointers`` at which ``with_blocks`` inserts the addresses of the block
-                 mask's arrays. These addresses are not known before the tiles of the launches
+                 mask's arrays. There are arrays for each tile size, and only the recorded launches
+                 say which tile size they need
     """
 
     key: tuple

@@ -115,9 +115,12 @@ def _first_quantize(x: Any, per: str, rotate: Any, layout: Any, stream: Any, cal
 
 
 def _as_float8(given: Operand, stored: Any) -> Any:
-    """Return the stored numbers in the dtype of the library of ``given``.
+    """Return the array ``stored`` of e4m3 numbers; if it is a JAX array, with the dtype
+    float8_e4m3fn.
 
-    Only a JAX array on a GPU is not of this dtype yet: its memory is that of an array of uint8.
+    ``given`` is the operand of the array that was quantised. On a GPU, the quantised numbers of a
+    JAX array were computed in an array of uint8. The function returns a view of this array with the
+    dtype float8_e4m3fn. Any other array is returned unchanged.
     """
     if given.library == "jax" and str(stored.dtype) == E4M3.host:
         return stored.view(sys.modules["jax"].numpy.float8_e4m3fn)

@@ -130,12 +130,16 @@ def _matrix(name: str, request: Request) -> Buffer:
 def row_elements(Nk: int, limit: int, dtype: DType, max_warps: int, rows: int = 1) -> int:
     """Return the number of elements of shared memory that a kernel reserves for a row of S.
 
-    ``Nk`` is the length of a row. ``rows`` is the number of rows that a thread block keeps in
-    shared memory, and ``limit`` is the size of the shared memory in bytes. Normally the result is
-    ``Nk`` rounded up to a power of two, and at least 256, so that few different kernels are
-    compiled. If the shared memory is smaller, the result is the largest number that fits. If ``Nk``
-    elements do not fit, the result is 0. The kernel also needs two float32 numbers for each of
-    ``max_warps`` warps.
+    argument    meaning
+    Nk          length of a row of S
+    limit       size of the shared memory in bytes
+    dtype       dtype of S
+    max_warps   number of warps for each of which the kernel needs two more float32 numbers
+    rows        number of rows of S that a thread block keeps in shared memory
+
+    Normally the result is ``Nk`` rounded up to a power of two, and at least 256. Few different
+    kernels are compiled then. The result is smaller if the shared memory is too small for this
+    number: it is the largest number that fits, or 0 if ``Nk`` elements do not fit.
     """
     most = (limit - 8 * max_warps) // (16 * rows) * dtype.chunk  # a multiple of 16 bytes
     if most < Nk:
@@ -144,9 +148,10 @@ def row_elements(Nk: int, limit: int, dtype: DType, max_warps: int, rows: int = 
 
 
 def row_warps(Nk: int, dtype: DType, max_warps: int) -> int:
-    """Return the number of warps that share a row of S.
+    """Return the number of warps that share a row of S, from 1 to ``max_warps``.
 
-    The number is a power of two up to ``max_warps``, or ``max_warps``. Below ``max_warps``, each
-    thread takes about 16 bytes of the row. ``Nk`` is the length of the row.
+    ``Nk`` is the length of the row. The number is chosen so that each thread takes about 16 bytes
+    of the row. A thread takes more if ``max_warps`` warps are too few for this. Below
+    ``max_warps``, the number is a power of two.
     """
     return min(max_warps, max(1, power_of_two(Nk) // (32 * dtype.chunk)))

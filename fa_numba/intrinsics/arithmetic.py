@@ -119,7 +119,11 @@ def as_word(typingctx, x):
 
 
 def _viewed(x, of, to):
-    """Return the bits of a number of dtype ``of``, or of an array, as the dtype ``to``."""
+    """Convert a number or an array to the dtype ``of``, and return its bits as the dtype ``to``.
+
+    For example, ``_viewed(1.0, "float32", "uint32")`` is 0x3F800000. Results of an unsigned dtype
+    are int64.
+    """
     made = np.asarray(x).astype(of).view(to)
     made = made.astype(np.int64) if made.dtype.kind == "u" else made
     return made if isinstance(x, np.ndarray) else made[()]

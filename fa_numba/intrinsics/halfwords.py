@@ -30,11 +30,14 @@ def _larger_halves(words, than, less):
 @emulated_by(_larger_halves)
 @intrinsic
 def larger_halves(typingctx, words, than, less):
-    """Return in each half 1 if the half of ``words`` is larger than the half of ``than``, else 0.
+    """Compare the 16-bit halves of ``words`` and ``than``, and return the results in a word.
 
-    All halves are unsigned 16-bit numbers. Each half of ``less`` must be the negative of the half
-    of ``than``, modulo 2^16. The caller computes ``less`` once for many words. The result is
-    min(max(words, than) + less, 1) in each half.
+    A half of the result is 1 if this half of ``words`` is larger than this half of ``than``.
+    Otherwise it is 0. All halves are unsigned numbers.
+
+    The comparison is computed as min(max(words, than) + less, 1) in each half. The caller must pass
+    ``less``, which contains in each half the negative of ``than``, modulo 2^16. It is an argument
+    so that the caller computes it once for many ``words``.
     """
     return of_registers(_TEXT, types.uint32, words, than, less)
 

@@ -112,10 +112,11 @@ def ldmatrix_transposed(typingctx, array, index):
 
 
 def _rows_of_tiles(values, present, mask):
-    """Exchange words between the lanes of a warp, as ``stmatrix`` does before it stores.
+    """Return the four words that each lane stores to memory in the emulation of ``stmatrix``.
 
-    `values` are the words w0 to w3 of all lanes. The result contains the four words that lane l of
-    a warp stores: row l % 8 of tile l // 8. `present` and `mask` are not used.
+    `values` are the arguments w0 to w3 of ``stmatrix``, for all lanes. Lane l passes two elements
+    of row l // 4 of each of the four tiles. The result contains other words for lane l: the eight
+    elements of row l % 8 of tile l // 8. `present` and `mask` are not used.
     """
     tiles = np.stack(values).reshape(4, -1, 8, 4)  # tile, warp, row, word of the row
     return tuple(tiles.transpose(3, 1, 0, 2).reshape(4, -1, _WARP))

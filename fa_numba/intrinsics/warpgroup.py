@@ -329,10 +329,13 @@ def multiply_registers_bf16(typingctx, rC, n, rA, a, sB, b, rows_b, across_b, st
 def multiply_registers_e4m3(typingctx, rC, n, rA, a, sB, b, rows_b, across_b, steps, adds):
     """Start C = A B, or C += A B if ``adds`` is 1, with A in registers, in e4m3.
 
-    Each of the 4 * ``steps`` words contains four e4m3 of a row, as ``pack_e4m3`` returns them. A
-    word contains the terms 4 t to 4 t + 3 of 16 terms, with t = thread % 4. In the registers of a
-    C, these are not neighbouring columns. The kernel may take the four numbers 2 t, 2 t + 1, 2 t +
-    8 and 2 t + 9 of 16 columns of C instead, if the rows of B are in the same order.
+    Each thread holds 4 * ``steps`` words of A. A word contains four e4m3 of a row, as ``pack_e4m3``
+    returns them. Four threads share each 16 terms of the sum: thread t % 4 = n holds the terms 4 n
+    to 4 n + 3 in one word.
+
+    The registers of a result C contain other columns: thread n holds the columns 2 n, 2 n + 1, 2 n
+    + 8 and 2 n + 9 of each 16 columns. A kernel that uses an earlier result as A may pack these
+    four numbers into one word. The terms of B must then be stored in the same order.
 
     ``across_b`` must be 0. The arguments are otherwise those of ``multiply_registers_f16``.
     """
@@ -342,12 +345,11 @@ def multiply_registers_e4m3(typingctx, rC, n, rA, a, sB, b, rows_b, across_b, st
 @emulated_by(lambda rC, count, pending: emulator.current().wait_products(rC, count, pending))
 @intrinsic
 def wait_products(typingctx, rC, count, pending):
-    """Wait until at most ``pending`` products of this warpgroup are in progress.
+    """Wait until all products of this warpgroup are complete, except the last ``pending`` products.
 
-    The products in progress can only be the last ``pending`` products that the warpgroup started.
-    ``rC`` is the local array of a product before them, with ``count`` registers. Afterwards, these
-    registers may be accessed. ``count`` and ``pending`` are compile-time constants. The instruction
-    is ``wgmma.wait_group``.
+    ``rC`` is the local array with the result of a product that is then complete, and ``count`` is
+    the number of its registers. The thread may access these registers after the call. ``count`` and
+    ``pending`` are compile-time constants. The instruction is ``wgmma.wait_group``.
     """
     found = literals(count, pending)
     if found is None:
