@@ -206,11 +206,15 @@ def evaluated(option: str, function: Any, values: Mapping[str, Any]) -> Function
 def _written(
     option: str, source: Source, kinds: tuple[tuple[str, str], ...]
 ) -> tuple[Mod, tuple[str, ...], tuple[str, ...]]:
-    """Translate a function whose captured values have known kinds.
+    """Translate a caller's function to a ``Mod``.
 
-    ``kinds`` are pairs (name, kind) of the captured values. Return three results: the ``Mod``, the
-    names of its captured values in their order, and the names of the captured integers by which the
-    function divides integers.
+    ``kinds`` are pairs (name, kind) of the values that the function captures, such as ("bias",
+    "float32[2]"). Return three results:
+
+    1. The ``Mod``.
+    2. The names of its captured values, in the order of ``Mod.captures``. A number that is computed
+       from captured numbers has the text of the computation in place of a name.
+    3. The names of the captured integers by which the function divides integers.
     """
     known, fields = dict(kinds), dict[str, str]()
     value, inside, _ = written(option, source, known, fields)

@@ -85,14 +85,15 @@ def _over_tiles(
 
 
 def next_visited(visited: np.ndarray, axis: int) -> np.ndarray:
-    """Return, for each block along an axis, the number of the next visited block.
+    """Return, for each block, the number of the next visited block in its row or column of blocks.
 
-    ``visited`` is bool, shape (..., block rows, block columns). Axis -1 goes along the columns of a
-    block row, axis -2 along the rows of a block column. Element n of the result is the number of
-    the first visited block at or after block n, or the number of blocks if there is none.
+    ``visited`` is bool, shape (..., block rows, block columns). With ``axis`` -1, the function
+    looks for the next block in the same row of blocks. With ``axis`` -2, it looks in the same
+    column.
 
-    The result is int32. Its last axis is the axis ``axis``, and has one more element than there are
-    blocks. This last element is the number of blocks.
+    Let there be n blocks in this row or column. The result contains n + 1 numbers for it, along its
+    last axis. Number k is the number of the first visited block at or after block k. It is n if
+    there is no such block, so that the last number is always n. The dtype is int32.
     """
     along = np.moveaxis(visited, axis, -1)
     count = along.shape[-1]

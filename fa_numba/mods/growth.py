@@ -44,10 +44,13 @@ class Growing(Chained):
     """Writes the statements for values that grow like an exponential function."""
 
     def growth_of_math(self, name: str, x: str, y: str, slope: str | None) -> Growth | None:
-        """Return the ``Growth`` of y = math.name(x), where ``slope`` is the derivative of x.
+        """Return the ``Growth`` of y = math.name(x), or None if y has none.
 
-        Return None if the function does not grow exponentially. Return None too if the slope of x
-        is 0 and x does not depend on the score.
+        x and y are names in the text of the function. ``slope`` is the name of the derivative of x,
+        or None if the derivative is 0. The result is None in two cases:
+
+        - The function of math does not grow exponentially.
+        - The derivative of x is 0, and x does not depend on the score.
         """
         if name not in _OF_MATH or not (slope or self.depends(x)):
             return None
@@ -77,11 +80,19 @@ class Growing(Chained):
         return self.put(f"{limit} if float32(abs({text})) == {INFINITE} else {made}")
 
     def logarithm(self, name: str, y: str, term: Term) -> str:
-        """Write the statements of the logarithm of a value that may overflow.
+        """Write the statements that correct the logarithm of a value where the value overflows.
 
-        Return the name of the logarithm. ``name`` is a function of math, such as "log2". ``term``
-        is the value. y is the name of the logarithm that the function of math computes. If
-        ``term.growth.log`` is known, it replaces y where the value is infinite.
+        For example, the logarithm of exp(200) is 200, but exp(200) is infinite in float32. The
+        statements select the logarithm that ``term.growth`` contains if the value is infinite, and
+        y otherwise.
+
+        argument   meaning
+        name       function of math, such as "log2"
+        y          name of the result of this function of math
+        term       the value whose logarithm is computed
+
+        Return the name of the corrected logarithm. Return y if ``term.growth`` contains no
+        logarithm.
         """
         if term.growth is None or not term.growth.log:
             return y

@@ -34,11 +34,12 @@ class Term(NamedTuple):
     kind     "int", "float" or "bool"
     text     name or literal of the value
     slope    name of the value's derivative; None if the derivative is 0
-    of       for an integer: "i" or "j" if it depends on this index, "" if it depends on neither
-             index, "?" if it may depend on both
-    real     for an integer: text of the integer as a float, if a conversion would be slower
-    apart    for an integer: whether it differs between neighbouring rows and between neighbouring
-             columns
+    of       for an integer: "i" or "j" if it depends on this index and not on the other, "" if it
+             depends on neither index, "?" if it may depend on both
+    real     for an integer: text that computes the same number as a float faster than a conversion
+             does; "" if there is no such text
+    apart    for an integer: whether any two neighbouring rows have different values, and also any
+             two neighbouring columns
     growth   for a float that grows like an exponential function: its ``Growth``
     """
 

@@ -45,9 +45,10 @@ def replaced(new: str, name: str, value: str, lines: list[str]) -> list[str]:
 def needed(head: str, lines: list[str], flat: bool = False) -> tuple[str, set[str]]:
     """Return the text of a function without unneeded assignments, and the names that it reads.
 
-    ``head`` is the line with ``def``, and ``lines`` are the statements. If ``flat`` is True, an
-    ``if`` that assigns positions of elements is removed, and the statements of both its branches
-    are kept.
+    ``head`` is the line with ``def``, and ``lines`` are the statements.
+
+    If ``flat`` is True, an ``if`` that assigns positions of array elements is replaced by the
+    statements of both its branches, without the condition.
     """
     whole = ast.parse("\n".join([head, *(f"    {line}" for line in (*lines, "pass"))]))
     (function,) = whole.body

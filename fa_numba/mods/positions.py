@@ -36,10 +36,10 @@ class Position(NamedTuple):
         return [f"{name} = uint32(0)" for name in names]
 
     def adding(self, text: str) -> list[str]:
-        """Return statements that add the number ``text`` to the element of the gradient.
+        """Return statements that add the number ``text`` to the element of the gradient, unless it
+        is 0.
 
-        The statements do nothing if the number is 0, as it is where the function does not read the
-        element.
+        The number is 0 for a score for which the function does not read the element.
         """
         where = f"{self.matrix}, {self.row}, {self.column}"
         return [f"if {text} != float32(0.0):", f"    add_global({where}, {text})"]

@@ -324,16 +324,20 @@ class Reader(Slopes):
     ) -> None:
         """Write the statement ``result = result and text``, or ``result = result or text``.
 
+        Before the call, ``self.lines`` contains only the statements that compute the operands of
+        ``text``.
+
         argument      meaning
         result        name of the result so far
         conjunction   True for "and", False for "or"
-        text          the condition; ``self.lines`` are the statements that compute its operands
-        outer         the statements before ``self.lines``
-        then          function that writes the next comparisons of a chain
+        text          the condition that is combined with the result
+        outer         the statements that were written earlier
+        then          function that is called afterwards. It writes the next comparisons of a chain
+                      such as ``a < b < c``, or nothing
 
         Normally the statements are written without ``if``. If the condition reads an array, they
-        are written under an ``if`` with ``result``. The kernel then reads the array only where
-        Python would evaluate the condition.
+        are written under ``if result:``, or under ``if not result:`` for "or". The kernel then
+        reads the array only where Python would evaluate the condition.
         """
         inner, self.lines = self.lines, outer
         self.names[result].shared = False

@@ -141,11 +141,14 @@ class Statements:
     def multiplied(self, a: str, b: str, opened: str = "") -> str:
         """Write the statement that multiplies two values, and return the name of the product.
 
-        Normally the text of the product is ``a * b``. The product can be faster if one of the
-        values, say a, is shared (equal for all scores of a tile), and b is itself a product f * x
-        with a shared f. It is then written as (f * a) * x, so that f * a is computed once per tile.
-        If a is 1 / f, the result is x. The caller allows this form by passing the name of b as
-        ``opened``.
+        Normally the statement computes ``a * b``. A faster form exists if one value is shared
+        (equal for all scores of a tile), and the other value is itself a product with a shared
+        factor. For example, let a be shared, and let b be f * x with a shared f. The product is
+        then written as (f * a) * x, so that f * a is computed once per tile. If a is 1 / f, the
+        result is x.
+
+        The faster form is used only if the caller passes the name of the product, b in the example,
+        as ``opened``.
         """
         for factor, rest in ((a, b), (b, a)):
             if self.is_shared(factor) and not self.is_shared(rest):

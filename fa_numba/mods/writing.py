@@ -27,10 +27,10 @@ class Text(NamedTuple):
     field          function
     text           the main function (see ``mods.Mod``), which returns the value of the caller's
                    function, its slope (derivative) or both
-    score_factor   takes (scale, options), returns the factor by which the product of Q and K is
-                   multiplied first
-    inner          takes (score), the product with this factor, and returns the number that ``text``
-                   takes in place of the score
+    score_factor   takes (scale, options), and returns a factor. Kernels multiply the product of Q
+                   and K by this factor first
+    inner          takes (score), where the score is the product of Q and K times the factor. It
+                   returns the number that ``text`` takes in place of the score
 
     For example, let the caller's function be ``2 * tanh(score / 50)``. ``score_factor`` returns the
     scale divided by 50, ``inner`` returns the tanh of its argument, and ``text`` computes the value
@@ -114,13 +114,16 @@ class _Writer(Reader):
     def split_factor(self, lines: list[str]) -> tuple[str, list[str]]:
         """Find a factor by which the function multiplies the score first, and remove the product.
 
-        ``lines`` are the statements of the function. Return the text of the factor for the product
-        of Q and K, and the statements without the product. Kernels multiply by this factor before
-        they call the function.
+        For example, let the function be ``tanh(score * c)`` with a captured number c. The product
+        is removed, and the factor is the scale times c. Kernels multiply the product of Q and K by
+        this factor before they call the function.
 
-        Normally nothing is removed, and the factor is the scale. A product is removed if the
-        function reads the score only once, in a product with a value that is equal for all scores
-        of a tile. The factor is then the scale times that value.
+        ``lines`` are the statements of the function. Return the text of the factor, and the
+        statements without the product.
+
+        A product is removed if the function reads the score only once, in a product with a value
+        that is equal for all scores of a tile. Otherwise nothing is removed, and the factor is the
+        scale.
         """
         name, value = alone("score", lines)
         factor, of_score = self.names[name].product
@@ -131,10 +134,14 @@ class _Writer(Reader):
     def split_inner(self, lines: list[str]) -> tuple[str, list[str]]:
         """Find a function of math that is applied to the score first, such as tanh, and remove it.
 
-        ``lines`` are the statements of the function. Return the text of the function of math
-        (``Text.inner``), and the statements without it. It is removed only if the caller's function
-        reads the score once, as the argument of a function in ``_INNER``. Otherwise the text is
-        empty, and nothing is removed.
+        For example, let the function be ``2 * tanh(score)``. The tanh is removed, and kernels
+        compute it before they call the function (``Text.inner``).
+
+        ``lines`` are the statements of the function. Return the text of the function of math, and
+        the statements without it.
+
+        A function of math is removed if it is in ``_INNER``, and if the caller's function reads the
+        score only once, as its argument. Otherwise nothing is removed, and the text is empty.
         """
         score, (name, value) = "score", alone("score", lines)
         if value == "score":  # ``split_factor`` has removed a factor
@@ -149,9 +156,11 @@ class _Writer(Reader):
         """Return the text of the product of the written function's result and ``result_factor``.
 
         ``value`` is the name of the result. ``result_factor`` is the second number of the argument
-        ``score_and_factor``: kernels pass log2(e) if they compute exponentials as powers of 2, else
-        1. If the result is a product with a factor that is equal for all scores of a tile, this
-        factor is multiplied with ``result_factor`` first.
+        ``score_and_factor``. Kernels pass log2(e) for it if they compute exponentials as powers of
+        2, and otherwise 1.
+
+        Let the result be f * x, where f is equal for all scores of a tile. The text is then
+        (result_factor * f) * x, so that the first product is computed once per tile.
         """
         factor, rest = self.names[value].product
         if not factor:
