@@ -4,11 +4,10 @@ These functions are like the functions of checks.py. They are for operations tha
 elements of shared memory for one thread or for one warpgroup. Stamps are explained in
 shared_memory.py. Several arguments recur:
 
-    known     what the calling threads know about earlier accesses, as a row of stamps (see
+    known     array of stamps: what the calling threads know about earlier accesses (see
               knowledge.py). Every access by thread t with a stamp below known[t] happened before
-              the call. The elements after the threads are such stamps for the accesses of the
-              hardware: one for each part of a product that a warp computes, and one for the copies
-              that each mbarrier counts.
+              the call. The entries after the last thread are for accesses of the hardware: one
+              entry for each warp's part of a product, and one for the copies of each mbarrier.
     fences    one stamp per thread. Each write by thread t with a stamp below fences[t] came before
               a fence of this thread. The copy engine and the tensor cores may therefore read it.
     first, places    the touched elements. `places` are positions in a buffer, counted from the

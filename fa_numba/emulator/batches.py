@@ -41,8 +41,9 @@ def blocks_at_once(grid: Index3, block: Index3) -> int:
 def add_in_turn(additions: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]) -> None:
     """Make the atomic additions of a batch, one thread block after the other.
 
-    An entry of `additions` contains a memory (a flat array), and for each addition the thread
-    block, the position in the memory and the value.
+    Each entry of `additions` is a tuple of four arrays. The first array is the memory that is
+    changed, as a flat array. The other three arrays have one element per addition: the number of
+    the thread block, the position in the memory, and the value to add.
     """
     by_memory: dict[int, Any] = {}
     for memory, *what in additions:

@@ -40,10 +40,10 @@ class BoxLayout(NamedTuple):
     box : tuple of int
         Length of a box along each axis.
     steps : tuple of int, default ()
-        Numbers that the kernel reads as ``array.steps``: the strides of a batch entry, of a head
-        and of a row, divided by the stride of the map's second axis. From these numbers the kernel
-        computes the end of a sequence, as an index along the second axis. The tuple is empty if
-        ``TiledArray.ends`` is False, because the map then has no such axis.
+        Three strides of the array: from one batch entry, head or row to the next. The unit is the
+        stride of the map's second axis. The kernel reads them as ``array.steps``, to compute the
+        index along the second axis at which a sequence ends. The tuple is empty if
+        ``TiledArray.ends`` is False: the second axis is then an ordinary axis.
     swizzle : int, default 128
         Bytes within which the 16-byte chunks of a row are permuted in shared memory.
     fill : float, default 0

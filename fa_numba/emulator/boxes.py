@@ -90,10 +90,10 @@ class BoxLoad:
 class Lent:
     """An asynchronous read of shared memory that no thread has waited for yet.
 
-    `places` are the positions of the elements in `buffer`, counted from the element `first`. The
-    read is marked in row `row` of ``buffer.reads``. The mark is a stamp; the part `code` of the
-    stamp says who reads. If `parts` is above 1, that number of readers share the read. Each reader
-    reads an equal part of `places`, and reader n has the code ``code + n``.
+    `places` are the positions of the elements in `buffer`, counted from the element `first`. Row
+    `row` of ``buffer.reads`` records the read as a stamp. A stamp consists of a time and a code,
+    and `code` says who reads. If `parts` is above 1, the read is divided among `parts` readers.
+    Each reader reads an equal part of `places`, and reader n has the code ``code + n``.
     """
 
     buffer: SharedBuffer
@@ -228,13 +228,16 @@ class Boxes(Mbarriers):
     def _box(
         self, boxed: BoxedArray, array: SharedArray, index: int, lane: int, loads: bool = False
     ) -> tuple[int, np.ndarray]:
-        """Return the element of the buffer at which a box begins, and the positions in the box.
+        """Return where the elements of a box are in shared memory.
 
-        The second result contains the positions of all elements of the box, counted from the first
-        element. The box begins at element `index` of `array`. Raise an error if the box does not
-        fit into the array, or does not begin at a multiple of 1024 bytes. The elements of the box
-        and of `array` must have equal sizes. If `loads`, the box is loaded, and two elements of 8
-        bits may also become one element of 16 bits.
+        The box begins at element `index` of the shared array `array`. The first result is the
+        number of this element in the buffer of `array`. The second result contains the positions of
+        all elements of the box, counted from the first element.
+
+        Raise an error if the box does not fit into the array, or does not begin at a multiple of
+        1024 bytes. Also raise an error if the elements of `boxed` and of `array` have different
+        sizes. There is one exception: a box of 8-bit elements may be loaded (`loads`) to an array
+        of 16-bit elements. Each element of the array then receives two elements of the box.
         """
         size = boxed.rows * ROW_BYTES // array.itemsize
         bytes_to_halves = loads and (boxed.array.itemsize, array.itemsize) == (1, 2)

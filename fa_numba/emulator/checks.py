@@ -244,17 +244,19 @@ def shared_atomic(
 
     Each lane updates one element. Atomic updates of an element may happen in any order. An atomic
     update must not race with a read or a plain (not atomic) write. Return -1, or the first lane
-    whose update may race or is out of bounds. Two arrays contain stamps of each element:
+    whose update may race or is out of bounds.
 
-    | array | stamp |
+    Three arrays contain a stamp for each element of the buffer:
+
+    | array | access that the stamp records |
     |---|---|
-    | `atomics` | last atomic update; equal to the stamp in `written` if no plain write followed |
-    | `plain` | last plain write before the latest atomic updates |
+    | `written` | the last write, plain or atomic |
+    | `atomics` | the last atomic update |
+    | `plain` | the last plain write before the last atomic update |
 
-    The other arguments are described at the top of this module. An update by one thread is recorded
-    with the code of the thread. Updates by several threads of a warp have the code of the warp.
-    Updates by several warps have the code NOBODY: only a barrier of the thread block orders later
-    accesses after them.
+    The other arguments are described at the top of this module. The code of a stamp says who made
+    the update: one thread, or several threads of one warp. The code NOBODY is for updates by
+    several warps. Only a barrier of the thread block orders later accesses after such updates.
     """
     for k in range(e.size):
         if not mask[k]:
@@ -460,10 +462,11 @@ def add_in_turn(memory, at, values):
 
 @compiled
 def multiply_adds(sums, elements, left, right, factors):
-    """Compute sums[elements] += factors[left] * factors[right], one after the other, by lane.
+    """Compute the multiply-adds sums[elements[n]] += factors[left[n]] * factors[right[n]].
 
-    `sums` and `factors` have one row per array of lanes. Products and sums are computed in double
-    precision. Each sum is then rounded to single precision.
+    They are computed one after the other, for n from 0. A row of `sums` or `factors` contains one
+    value per lane. Each multiply-add is computed in double precision, and its sum is rounded to
+    single precision.
     """
     for n in range(elements.size):
         total, a, b = sums[elements[n]], factors[left[n]], factors[right[n]]

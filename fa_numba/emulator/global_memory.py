@@ -399,11 +399,11 @@ class GlobalArray(Unconverted):
     # ---- values
 
     def _values(self, places: np.ndarray, e: Any) -> Any:
-        """Return the values of elements by lane, with the types that a kernel computes with.
+        """Return the element that each lane loads, with the type that a kernel computes with.
 
-        If all lanes have the same element, `e` is its position in memory as one number, and the
-        result is one number. Otherwise `places` contains the position of each lane's element, and
-        the result is an array over the lanes.
+        `e` is the position of the element in memory. If all lanes load the same element, `e` is one
+        number, and the result is one number. Otherwise `e` is an array, and the result is an array
+        over the lanes. In this case, the positions are taken from `places`.
         """
         if e.__class__ is not np.ndarray:  # one element for all lanes
             return self._memory[e] if self._convert is None else self._memory[e].item()
@@ -763,10 +763,10 @@ def track_owners(arrays: Sequence[GlobalArray], blocks: int) -> None:
     end = 0
 
     def close() -> None:
-        """Make one record for all arrays in the list `group`, and empty the list.
+        """Give the arrays in the list `group` a common record of accesses, and empty the list.
 
-        The arrays in the list share memory. Each array gets the part of the record that belongs to
-        the elements of the array.
+        The arrays in the list share memory. A record (`Owners`) contains the last accesses to each
+        element. Each array gets the part of the record that belongs to its elements.
         """
         if group:
             first, size = group[0].address, group[0].itemsize

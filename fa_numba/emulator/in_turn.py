@@ -26,8 +26,8 @@ def in_turn(
     operands : list of ndarray
         The operands, one per element of `at`.
     ordered : bool
-        Whether the old values are needed. If False and elements repeat, the returned values may be
-        other values.
+        Whether the old values are needed. If False, and if elements repeat, the returned values may
+        be wrong.
 
     Returns
     -------

@@ -47,11 +47,11 @@ def _multiply_add(target: Any, *terms: Any) -> None:
 
 
 def _replacements(original: Any, emulated: Any) -> Iterator[tuple[Any, str]]:
-    """Yield the values in the module `original` that the emulator replaces, with their names.
+    """Yield the objects of a module that the emulator replaces, as pairs (object, name).
 
-    `emulated` is the emulator's version of the module. A kernel may bind such a value to another
-    name by ``from ... import ... as ...``. Kernels are therefore searched for the values, not for
-    the names.
+    `original` is a module such as `numba.cuda`, and `emulated` is the emulator's version of it. A
+    kernel's file may give an object another name by ``from ... import ... as ...``. The emulator
+    therefore finds the objects in a kernel by identity, not by name.
     """
     for name in dir(emulated):
         if name in original.__dict__ and not name.startswith("_") and name != "laneid":

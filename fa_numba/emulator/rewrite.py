@@ -297,12 +297,17 @@ class _Function(Expressions):
         ]
 
     def in_turn(self, chain: list[ast.AugAssign]) -> list[ast.stmt]:
-        """Return statements for a chain of multiply-adds, such as ``x[0] += a * b``.
+        """Return statements that compute a chain of multiply-adds, such as ``x[0] += a * b``.
 
-        The chain becomes one call, if the multiply-adds after the first read no array. Otherwise
-        they might read the array that the chain updates. The returned statements then test the
-        class of the updated array at run time. A LocalArray shares no memory with other arrays, so
-        that the chain is one call. For any other array, the multiply-adds are executed one by one.
+        If possible, one call of the emulator computes all multiply-adds of the chain, because this
+        is faster. It is not possible if a later multiply-add reads an element that an earlier
+        multiply-add updates:
+
+        - If the factors of the later multiply-adds contain no array elements, the chain is one
+          call.
+        - If they contain elements of other arrays, these arrays may share memory with the updated
+          array. The statements test this at run time. A LocalArray shares no memory with other
+          arrays, and the chain is one call. For any other class, each multiply-add is one call.
         """
         if not any(isinstance(x, ast.Subscript) for c in chain[1:] for x in ast.walk(c.value)):
             return self.multiply_adds(chain)
@@ -400,8 +405,9 @@ class _Function(Expressions):
     def loop(self, node: ast.While | ast.For, made: ast.While | ast.For) -> list[ast.stmt]:
         """Return statements for a loop and for its end.
 
-        After the loop, the lanes continue that entered the loop and have not returned from the
-        function. `node` is the loop before rewriting, and `made` is the rewritten loop.
+        `node` is the loop before rewriting, and `made` is the rewritten loop. After the loop, all
+        lanes that entered the loop take part again, apart from lanes that have returned from the
+        function.
         """
         if made.orelse:
             raise _Unsupported("the else of a loop")

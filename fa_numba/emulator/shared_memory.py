@@ -10,9 +10,10 @@ mbarrier, at every fence, and at every `syncwarp` of a complete warp.
 Each warp v has a vector clock: a row of the array `seen`, with one stamp for each warp w of the
 thread block. Accesses of warp w with a lower stamp happened before the next access of warp v. The
 stamp is never lower than the stamp of the thread block's last barrier (`ctx.base`). A thread's own
-earlier accesses also happened before its next access. If a warp reads an element again, the new
-stamp of the read replaces the old stamp without losing information. The order of lanes within a
-statement does not matter, because stamps alone decide which accesses conflict.
+earlier accesses also happened before its next access. One stamp per warp is enough for the reads of
+an element: if several threads of the warp read the element, the code of the stamp says so. The
+order of lanes within a statement does not matter, because stamps alone decide which accesses
+conflict.
 
 The loops over lanes are compiled (checks.py). If a loop cannot decide a case, this module goes
 through the lanes one by one, with one thread block at a time. If several thread blocks run at the
@@ -309,13 +310,15 @@ class SharedArray(Unconverted):
     def _left(
         self, check: Callable[..., int], kind: str, e: np.ndarray, n: int, *last: Any
     ) -> Iterable[tuple[int, range]]:
-        """Run a compiled check of an access; return the lanes that the check leaves undecided.
+        """Run a compiled check of an access, and return the lanes that the caller must check.
 
-        `check` is a function of checks.py. Every lane accesses `n` elements from `e` on. `kind` is
-        the name of the access for the counts, such as "load". `last` are the arguments of `check`
-        that follow the common arguments. The result contains a pair for each undecided lane: the
-        lane, and the range of its elements in the buffer. The caller must check these lanes one by
-        one.
+        `check` is a function of checks.py, such as `shared_load`. It stops at the first lane for
+        which it cannot decide whether the access is allowed. The result contains a pair for this
+        lane and for each later lane that takes part: the lane, and the range of its elements in the
+        buffer. The result is empty if all accesses are allowed.
+
+        Every lane accesses `n` elements from `e` on. `kind` is the name of the access for the
+        counts, such as "load". `last` are the arguments of `check` after `scratch`.
         """
         ctx, buffer, group = self.ctx, self.buffer, self.ctx.group
         mask = group.everyone if ctx.mask is None else ctx.mask
@@ -335,18 +338,15 @@ class SharedArray(Unconverted):
         return ((k, range(first, first + n)) for k, first in begin)
 
     def _from(self, e: np.ndarray, n: int) -> tuple[np.ndarray, int, int]:
-        """Return positions in a form that the compiled loops can use, with an origin and a length.
+        """Return the arguments `e`, `first` and `length` for the compiled loops of checks.py.
 
-        Each lane accesses `n` elements from its position in `e` on. The three results are the
-        positions, the element of the buffer from which they count (the origin), and the number of
-        elements from there. There are two cases:
+        Each lane accesses `n` elements of this array, from its position in `e` on. Normally, the
+        array begins at the same element of the buffer in all lanes. The positions in `e` are then
+        returned unchanged, with this element and the length of the array.
 
-            begin of the array in the buffer   origin of the positions    length
-            equal in all lanes                 the begin of the array     of the array
-            different by lane                  element 0 of the buffer    of the buffer
-
-        The begin differs by lane if thread blocks that run at the same time have different parts of
-        the buffer.
+        If thread blocks run at the same time, the array may begin at a different element of the
+        buffer in each thread block. Positions in the buffer are then returned instead, with 0 and
+        the length of the buffer.
         """
         if self.first.__class__ is not np.ndarray:
             return e, self.first, self.length

@@ -459,10 +459,10 @@ class Waiting(Context):
         return self.fault_at(kind, f"{text}{self._waiters()}", int(g.tids[0]), g.site)
 
     def _deserted(self, group: Group) -> list[int]:
-        """Return the warps of `group` that wait for lanes which are not in the same collective.
+        """Return the warps of `group` whose missing lanes cannot come.
 
-        `group` waits in a collective of a warp. The missing lanes are in another group, which has
-        returned or waits for something else.
+        `group` waits for other lanes in a warp collective, such as a shuffle. The other lanes
+        cannot come if their group has returned, or waits for something else.
         """
         for other in self._groups:
             shared = np.isin(other.warp_of, group.warps)
