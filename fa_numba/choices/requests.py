@@ -164,7 +164,10 @@ class Request:
         return cls(choices, problem, aligned, *limits, spilling=are_spills_allowed())
 
     def chosen(self, **changed: Any) -> Request:
-        """Return the request with some of its choices replaced."""
+        """Return the request with some of its choices replaced.
+
+        ``changed`` maps the names of these choices to their new values.
+        """
         return replace(self, choices=replace(self.choices, **changed))
 
     @property

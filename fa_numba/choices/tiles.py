@@ -117,9 +117,9 @@ def mma_tiles(
     forward, a bias and d up to 64                         16 rows
     forward, high tiles and scarce registers               16 rows
     backward, FA-1 or float32 in planes                    16 columns
+    backward, FA-2                                         32 columns if possible, otherwise 16
     all other kernels, with ``keys``                       a fourth of the columns if possible
-    all other kernels, without ``keys``                    32 rows if possible; in a backward pass
-                                                           of FA-2, 32 columns if possible
+    all other kernels, without ``keys``                    32 rows if possible, otherwise 16
 
     Tiles are high if Br is a multiple of 128, or if the call has key splits. Registers are scarce
     in FA-1, and in calls of FA-2 that would spill registers with 32 rows per warp.

@@ -49,7 +49,10 @@ class Parser(argparse.ArgumentParser):
 
 
 def saying(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return a parser for argparse that calls ``parse`` and shows the message of its ValueError."""
+    """Return a function for the parameter ``type`` of argparse, which calls ``parse``.
+
+    If ``parse`` raises ValueError, argparse shows the message of this error to the user.
+    """
 
     def parsed(text: str) -> Any:
         try:

@@ -99,7 +99,10 @@ def run(args: argparse.Namespace) -> str:
 
 
 def _watched(forward: Any, rows: Rows) -> tuple[tuple[Any, ...], list[Step]]:
-    """Run an algorithm, and return its results for row 0 and the list of its steps."""
+    """Run an algorithm, and return its results for row 0 and the list of its steps.
+
+    ``forward`` is the function of the algorithm, such as ``algorithms.fa2_forward``.
+    """
     steps: list[Step] = []
     arrays = rows.Q, rows.K, rows.V
     found = forward(*arrays, Br=1, Bc=rows.block, scale=rows.scale, watch=steps.append)

@@ -396,7 +396,9 @@ def _row_tiles(
 def _column_tiles(
     problem: Problem, entry: int, height: int, Bc: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return for each row tile the first column tile that it sees, and one past the last.
+    """Return two arrays with the range of column tiles that each row tile sees.
+
+    The first array contains the first column tile, and the second array the last one plus 1.
 
     `entry` is the batch entry. `height` is the number of rows of a row tile, and `Bc` the number of
     columns of a column tile. The ranges of columns that two neighbouring rows see overlap or touch.

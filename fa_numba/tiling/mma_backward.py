@@ -1,6 +1,6 @@
 """Specs of the backward kernels on tensor cores (``mma.sync``).
 
-They say how the warps of a thread block share a tile.
+A spec says how the warps of a thread block share a tile.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Specs of the forward kernels on Hopper's tensor cores (``wgmma``).
 
-They say how the warpgroups of a thread block share a tile, and where tiles and barriers are in
+A spec says how the warpgroups of a thread block share a tile, and where tiles and barriers are in
 shared memory.
 """
 

@@ -1,6 +1,6 @@
 """Specs of the backward kernels on Hopper's tensor cores (``wgmma``).
 
-They say how the warpgroups of a thread block share a tile, and where tiles and barriers are in
+A spec says how the warpgroups of a thread block share a tile, and where tiles and barriers are in
 shared memory. The module ``wgmma_variants`` chooses tiles and registers.
 """
 
