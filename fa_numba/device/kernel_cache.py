@@ -236,7 +236,10 @@ def _attributes_taken(code: CodeType) -> dict[str, set[str]]:
 
 
 def _is_namespace(value: Any) -> bool:
-    """Return whether a value is a module object that was created as a namespace, not imported."""
+    """Return whether a value is a module object that code created as a namespace.
+
+    A module that was imported is not a namespace.
+    """
     return isinstance(value, ModuleType) and sys.modules.get(value.__name__) is not value
 
 

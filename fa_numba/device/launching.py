@@ -254,9 +254,10 @@ def permuted(array: Any, order: tuple[int, ...]) -> Any:
 
 
 def as_halves(array: Any) -> Any:
-    """Return a launch argument with two neighbouring bytes of each row as one element of 16 bits.
+    """Return a view of a launch argument in which a 16-bit element contains two 8-bit elements.
 
-    The last axis of the array has an even length, and no gaps. No copy is made.
+    The two elements are neighbours in a row. The last axis of the array must have an even length,
+    and no gaps.
     """
     if isinstance(array, DeviceArray):
         shape = (*array.shape[:-1], array.shape[-1] // 2)
@@ -286,10 +287,11 @@ def grouped(array: Any, heads: int) -> Any:
 
 
 def as_one(array: Any) -> Any:
-    """Return a launch argument with the rows of all batch entries as one batch entry.
+    """Return a view of a launch argument in which all rows belong to one batch entry.
 
-    The shape (batch, H, rows, ...) becomes (1, H, batch * rows, ...). The rows of each batch entry
-    must follow the rows of the batch entry before, in steps of the stride of a row.
+    The shape (batch, H, rows, ...) becomes (1, H, batch * rows, ...). The rows of a head must be at
+    equal distances in memory, from the first row of the first batch entry to the last row of the
+    last batch entry.
     """
     (batch, heads, rows, *last), (b, h, r, *steps) = array.shape, array.strides
     return _seen_as(array, (1, heads, batch * rows, *last), (0, h, r if rows > 1 else b, *steps))

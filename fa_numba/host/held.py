@@ -99,11 +99,12 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _state(found: Operand, value: Any, of_torch: bool) -> Callable[[], Any] | None:
-    """Return a function that returns a value which differs after each change of an array.
+    """Return a function by which changes of a captured array are detected.
 
-    The function takes no arguments. Return None if the array must be copied, because it is small or
-    its changes cannot be detected quickly. ``found`` is the operand of the array ``value``.
-    ``of_torch`` says whether ``value`` is a torch tensor.
+    The function takes no arguments. It returns a value, such as a hash of the array, that differs
+    after each change of the array. Return None in place of the function if the array must be
+    copied, because it is small or its changes cannot be detected quickly. ``found`` is the operand
+    of the array ``value``. ``of_torch`` says whether ``value`` is a torch tensor.
     """
     if _nbytes(found) <= COPIED_BYTES:
         return None

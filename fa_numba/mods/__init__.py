@@ -59,7 +59,8 @@ class Mod:
     slope      text that returns the derivative with respect to the score; only for a ``score_mod``
     both       text that returns the pair (value, slope); only for a ``score_mod``
     captures   types of the captured values, such as "int32" or "float32[2]"
-    inside     whether i and j must be a row and a column of S, for example as indices of arrays
+    inside     whether kernels may call the functions only for a row i and a column j of S, for
+               example because the caller's function reads an array at i
     steady     whether the derivative is finite for every finite score
     gradient   texts for the gradients of captured float32 arrays; None if there are none
     shown      name, file and line of the function, for messages

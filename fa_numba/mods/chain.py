@@ -20,8 +20,11 @@ class Chained(Conversions):
         """Write the statement that multiplies a slope (derivative) by a factor.
 
         Return the name of the product, or None if the slope is 0. ``slope`` and ``factor`` are
-        names in the text. ``finite`` says whether the factor is known to be finite. A shared
-        factor, which is equal for all scores of a tile, counts as finite.
+        names in the text.
+
+        ``finite`` says whether the factor is known to be finite for every finite score. A shared
+        factor, which is equal for all scores of a tile, always counts as finite. If the slope is
+        finite for every finite score too, the product is marked as finite (``Name.steady``).
         """
         if slope is None:
             return None
@@ -34,8 +37,11 @@ class Chained(Conversions):
         """Write the statements of the product ``slope * factor``, which is 0 where the factor is 0.
 
         Return the name of the product, or None if the slope is 0. The arguments are those of
-        ``times``. A factor is 0 where a function is saturated, such as tanh far from 0. The slope
-        of the function's argument may be infinite there, and 0 times infinity would be NaN.
+        ``times``.
+
+        A plain product would be NaN where the factor is 0 and the slope is infinite. For example,
+        let the factor be the derivative of tanh. It is 0 far from 0, and the slope of tanh's
+        argument may be infinite there.
         """
         made = self.times(slope, factor, finite)
         if made is None or made == factor or self.steady_slope(slope):

@@ -25,8 +25,8 @@ class Gradient(NamedTuple):
                for every score
     rest       text of ``rest(b, h, options, kept)``, which kernels call once after the last score
     flush      text of ``flush(options, kept)``, which kernels call once after the last score
-    shared     number of elements of the first case in the table below
-    merged     number of elements of the second case in the table below
+    shared     how many elements that the function reads belong to case 1 of the table below
+    merged     how many elements that the function reads belong to case 2 of the table below
     of_score   whether the gradients depend on the score
 
     ``score_and_ds`` is a pair: a score, and the gradient of the loss with respect to the result of
@@ -34,7 +34,8 @@ class Gradient(NamedTuple):
     memory. ``kept`` is a pair of arrays in registers: sums, ``(shared + merged,)`` float32, and
     positions of elements, ``(2 * merged,)`` uint32.
 
-    An element of an array that the function reads belongs to one of three cases:
+    The caller's function reads elements of captured arrays. The position of an element in its array
+    decides how the contributions of the scores reach the gradient:
 
     ============================================  ====================  ============================
     position of the element                       ``each`` adds to      who adds to the gradient

@@ -88,14 +88,18 @@ class Conversions(Statements):
         return self.put(f"{term.text} != {'int32(0)' if term.kind == 'int' else 'float32(0.0)'}")
 
     def same(self, *terms: Term) -> str:
-        """Return a kind ("int", "float" or "bool") to which all of ``terms`` can be converted."""
+        """Return the kind to which all of ``terms`` are converted: "int", "float" or "bool".
+
+        It is the kind of the terms if they have the same kind. Otherwise it is "float" if one of
+        them is a float, and "int" if none is.
+        """
         kinds = {term.kind for term in terms}
         if len(kinds) == 1:
             return kinds.pop()
         return "float" if "float" in kinds else "int"
 
     def number_kind(self, *terms: Term) -> str:
-        """Return "int" or "float", the kind of number to which all ``terms`` can be converted."""
+        """Return "float" if one of ``terms`` is a float, and otherwise "int"."""
         return "float" if self.same(*terms) == "float" else "int"
 
     def of_kind(self, kind: str, term: Term) -> str:

@@ -17,11 +17,11 @@ from numba.cuda.np import linalg
 
 
 def values_where_assigned_once(_: Callable) -> Callable:
-    """Return a replacement of Numba's function that finds variables without stack memory.
+    """Return a replacement of Numba's function that finds the variables that need no stack memory.
 
-    These variables become values of LLVM IR. Such a variable is assigned once, and this assignment
-    comes before every use on each path. Numba's function finds only variables that are assigned and
-    used in one block, and it searches the block for each of them.
+    These variables become values of LLVM IR. The replacement finds variables that are assigned
+    once, if the assignment comes before every use on each path. Numba's function finds only
+    variables that are assigned and used in one block, and it searches the block for each of them.
     """
 
     def find(self: Any) -> None:
