@@ -21,7 +21,10 @@ import fresh_memory
 import numpy as np
 import pytest
 import rooms  # noqa: F401
+import test_append_e4m3
 import test_append_kv
+import test_e4m3
+import test_e4m3_pages
 import test_group_splits
 import test_inputs
 import test_intrinsics
@@ -39,6 +42,7 @@ import test_prefix
 import test_ptx
 import test_ptx_statements
 import test_ptx_warpgroup
+import test_quantize
 import test_recorded_launches
 import test_ring
 import test_softmax
@@ -796,6 +800,14 @@ def runs():
         test_softmax.test_any_strides_and_an_output_of_ones_own,
         test_append_kv.test_rows_appended_are_those_of_the_whole_cache,
         test_append_kv.test_rows_are_appended_in_the_other_layout,
+        test_append_e4m3.test_rows_and_scales,
+        test_append_e4m3.test_unaligned_rows_and_the_other_layout,
+        test_append_e4m3.test_zeros_infinity_and_nan,
+        test_quantize.test_numbers_and_scales,
+        test_quantize.test_more_numbers_than_threads,
+        test_quantize.test_rotated_rows,
+        test_quantize.test_other_strides_layouts_and_dtypes,
+        test_quantize.test_zeros_nan_and_infinity,
         test_mods.test_blocks_are_empty_full_or_mixed,
         test_mods.test_a_full_block_is_not_asked,
         test_mods.test_a_sequence_without_columns_is_not_looked_up_behind_an_array,
@@ -812,6 +824,7 @@ def runs():
     )
     found += runs_of(
         "mma",
+        test_e4m3_pages.test_attention_is_that_of_the_stored_numbers,
         test_kv_splits.test_heads_that_share_a_tile,
         test_kv_splits.test_small_calls,
         test_pages.test_packed_queries_over_pages_give_the_bits_of_packed_keys,
@@ -833,6 +846,8 @@ def runs():
     found += [Run("mma", f"rounded-{n}", call) for n, call in enumerate(calls)]
     found += runs_of(
         "wgmma",
+        test_e4m3.test_results_and_counts,
+        test_e4m3.test_scales_are_factors_of_the_numbers,
         on_hopper,
         backward_on_hopper,
         test_kv_splits.test_splits_on_hoppers_unit,
