@@ -73,7 +73,7 @@ class Untouched:
 
 @dataclass(frozen=True)
 class Boxes:
-    """An argument that passes an array with a tensor map, which the kernel copies in boxes.
+    """An argument for an array that the kernel copies in boxes, described by a tensor map.
 
     A box is a block of rows and columns that the copy engine (TMA) moves in one copy. The launch
     passes the array as a ``device.TiledArray``.

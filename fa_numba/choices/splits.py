@@ -35,10 +35,12 @@ def _fewest(
 ) -> Chosen:
     """Return the number of splits with which the pass ends first, and the reason.
 
-    The function ``ends`` takes a number of splits, and returns the time at which the pass ends. The
-    numbers in ``tried`` are compared. If several of them end at the same time, the first of them is
-    returned. The other arguments are parts of the text of the reason: the name of the option
-    (``name``), the unit of time (``unit``) and the beginning of the text (``whose``).
+    The numbers in ``tried`` are compared. The function ``ends`` takes a number of splits, and
+    returns the time at which the pass ends with this number. If the pass ends at the same time with
+    several numbers, the result is the first of them.
+
+    The other arguments are for the text of the reason. ``name`` is the name of the option, ``unit``
+    the unit of time, and ``whose`` the beginning of the text.
     """
     times = {n: ends(n) for n in tried}
     best = min(times, key=times.__getitem__)

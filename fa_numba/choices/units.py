@@ -183,8 +183,9 @@ class Unit(ABC):
     def products_per_us(self) -> float:
         """Speed of one multiprocessor: (elements of S) x (head dimension) per microsecond.
 
-        For each element of S, the work in both products counts: Q KT and P V. The number was
-        measured on a GPU.
+        A tile of S counts as Br * Bc * d. Its time includes both matrix products, Q KT and P V. d
+        is the head dimension, or the mean of both head dimensions if V has another one. The number
+        was measured on a GPU.
         """
         what = "products of an element of S with a head dimension a microsecond"
         return measured(what, self.name)

@@ -27,11 +27,11 @@ class Spec(ABC):
     """The facts for which a kernel is compiled; the factory of the kernel takes a spec.
 
     A tile of S has ``Br`` rows and ``Bc`` columns. The ``ty_count`` x ``tx_count`` threads of a
-    thread block share it. Thread (ty, tx) has TM of the rows and TN of the columns and, in its
-    rows, 4 DN columns of O. The properties ``row_width``, ``row_step``, ``column_width`` and
-    ``column_step`` say which rows and columns these are (``parts/layout.py``). There is a subclass
-    for each unit and pass. Backward kernels on tensor cores have S transposed, and define TM and TN
-    again.
+    thread block share the tile. Thread (ty, tx) computes the elements of S in TM of the rows and TN
+    of the columns. It also computes 4 DN columns of O in these TM rows. The properties
+    ``row_width``, ``row_step``, ``column_width`` and ``column_step`` say which rows and columns of
+    S these are (``parts/layout.py``). There is a subclass for each unit and pass. Backward kernels
+    on tensor cores have S transposed, and define TM and TN again.
 
     field            meaning
     head_dim         head dimension of Q and K
