@@ -21,10 +21,10 @@ class Active(Flow):
     The class `Launch` inherits these methods. Most of them are about the lanes that take part in
     the current statement.
 
-    `group` contains the running lanes. `mask` says which of them take part; None: all. `several`
-    says whether the lanes belong to several thread blocks. `at_once` is the greatest number of
-    thread blocks that run at the same time, and `threads` is the number of threads of a thread
-    block.
+    `group` contains the running lanes. `mask` has one bool per lane, which says whether the lane
+    takes part. If `mask` is None, all lanes of `group` take part. `several` says whether the lanes
+    belong to several thread blocks. `at_once` is the greatest number of thread blocks that run at
+    the same time, and `threads` is the number of threads of a thread block.
     """
 
     __slots__ = ("threads", "at_once", "several", "group", "_inside", "_known", "wraparound")

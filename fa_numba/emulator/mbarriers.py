@@ -394,10 +394,11 @@ class Mbarriers(Knowledge):
 
         - A phase that has begun must end. A phase has begun if threads have arrived, or have
           announced bytes.
-        - A pipeline slot that was acquired must be released. A warp acquires a slot when it waits
-          for the mbarrier that says that the slot is empty. Each such wait must be followed by one
-          more phase of this mbarrier. The emulator recognises such an mbarrier by a wait that comes
-          before any of its phases has ended.
+        - A pipeline slot that was acquired must be released. A producer acquires a slot when it
+          waits for the mbarrier "the slot is empty". Consumers release the slot when they arrive at
+          this mbarrier. After each wait, one more phase of the mbarrier must therefore end. The
+          emulator does not know the purpose of an mbarrier. It takes an mbarrier for "the slot is
+          empty" if a warp waited for it before any phase had ended, and the wait returned at once.
 
         The second rule has an exception. The slot that a warp acquired last need not be released,
         if the warp has started no box load afterwards. A producer uses such a slot to tell its

@@ -278,14 +278,16 @@ class Products(Boxes):
     ) -> None:  # fmt: skip
         """Start the product C = A B of each warpgroup that takes part, or C += A B if `adds` is 1.
 
-        numbers   array that maps the 16 bits of an element of A or B to the element's value
-                  (for elements that contain two numbers: to both values, shape (65536, 2))
+        numbers   table of 65536 entries that converts elements of A and B. The index is the 16
+                  bits of the element, and the entry is its value. If an element contains two 8-bit
+                  numbers, the entry contains both values, and the shape is (65536, 2).
         rC        registers of C, which has 64 rows and `n` columns
         A, B      the operands. An operand in shared memory is a tuple of four: shared array,
                   index of the first element, rows of a panel, and whether the operand is
                   stored transposed (see `operand_places`). If A is in registers, it is a tuple
                   of two: array of registers, and index of the first register.
-        steps     number of instructions along the sum; the sum has 16 * `steps` elements
+        steps     number of `wgmma` instructions. Each instruction multiplies 16 columns of A and
+                  of B, so that A and B have 16 * `steps` columns
         kept_bits
                   number of fraction bits that sums keep (see `_summed_in_few_bits`); None if
                   sums are in single precision

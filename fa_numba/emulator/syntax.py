@@ -206,7 +206,12 @@ def multiply_add_chain(statements: list[ast.stmt]) -> list[ast.AugAssign]:
 
 
 def is_pure(node: ast.expr) -> bool:
-    """Return whether lanes may evaluate an expression although they do not need its value."""
+    """Return whether an expression can be evaluated for all lanes, even if only some lanes need it.
+
+    This is not possible if the evaluation could raise an error or have a side effect. The result is
+    therefore False if the expression reads an array element, calls a function that is not in
+    `PURE`, assigns a name, or contains one of the operators ``/``, ``//`` and ``%``.
+    """
     for each in ast.walk(node):
         if isinstance(each, ast.Call) and not (
             isinstance(each.func, ast.Name) and each.func.id in PURE

@@ -286,8 +286,9 @@ class Waiting(Context):
         The instruction is bar.sync if `waits` is set, else bar.arrive. All lanes of a warp arrive
         together. The barrier opens when `threads` threads have arrived, and can then be used again.
         All earlier accesses of the arrived warps happened before the later accesses of the waiting
-        warps. Arriving without waiting orders nothing for the warp, not even the accesses of its
-        own lanes. If no warp waits at a barrier, the barrier may stay closed.
+        warps. If a warp arrives without waiting, its later accesses are not ordered after any
+        access of another lane, not even of the same warp. A barrier at which no warp waits need not
+        open before the thread block ends.
 
         Raises BarrierMisuse in three cases:
 

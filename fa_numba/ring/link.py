@@ -133,11 +133,11 @@ class Link:
         empty.
 
         On a GPU, the exchange runs on a second stream. It starts after the work that is already in
-        the current stream. Work that is added to the current stream after this call runs at the
-        same time as the copy, but must start later. Otherwise a kernel could take all
-        multiprocessors and leave none for the copy. Nothing reports that the copy has started. The
-        current stream therefore also waits for a few fills of one element, which take some
-        microseconds each.
+        the current stream. Kernels that are launched after this call run at the same time as the
+        exchange, but should start a little later. Otherwise a kernel could take all
+        multiprocessors, and leave none for the exchange. CUDA does not report that the exchange has
+        started. The current stream therefore waits for a few small operations, which fill one
+        element in the second stream and take some microseconds each.
         """
         torch = sys.modules["torch"]
         dist = torch.distributed

@@ -153,8 +153,9 @@ def forward(
 ) -> tuple[Any, Any]:
     """Return (O, L) of this rank's rows.
 
-    The function waits for ``agreement`` before anything is sent. ``sinks`` are treated as an
-    additional part with output 0: the sum of each row starts with the sink of the head.
+    The function waits for ``agreement`` before anything is sent: all ranks must have passed equal
+    arguments. ``sinks`` contains a logit for each head. The softmax sum of each row starts with
+    exp(sink), and O starts with 0. The results of all steps are then merged into these values.
     """
     # ``whole`` is O of all heads, if a call computes only some heads.
     whole, columns = None, v.shape[-1]
