@@ -2,8 +2,10 @@
 
 If ``launch`` gets a ``LaunchRecord`` in place of a stream, nothing is launched. The record writes
 the arguments of the kernel to memory, in the form that the driver reads. ``run`` then makes all
-recorded launches on a stream. An array whose address changes from run to run is recorded by the
-number of a slot. ``run`` gets one address for each slot, and writes it into the recorded arguments.
+recorded launches on a stream.
+
+The addresses of some arrays change from run to run. The record contains the number of a slot for
+each of them. ``run`` gets one address for each slot, and writes it into the recorded arguments.
 """
 
 from __future__ import annotations
@@ -33,9 +35,14 @@ _ALIGNMENT = 256  # each array of the workspace starts at a multiple of this num
 class DeviceArray:
     """An array on the GPU as a kernel's argument: the address of its first element, and its layout.
 
-    ``strides`` and ``itemsize`` are in bytes. ``pointer`` is the address of the first element. If
-    ``slot`` is set, ``pointer`` is the distance in bytes from the address that ``LaunchRecord.run``
-    gets for this slot. ``owner`` is an object that keeps the memory from being freed.
+    field      meaning
+    pointer    address of the first element. If ``slot`` is set: distance in bytes of the first
+               element from the address that ``LaunchRecord.run`` gets for this slot
+    shape      lengths of the axes
+    strides    distances between neighbouring elements of each axis, in bytes
+    owner      object that keeps the memory from being freed, or None
+    itemsize   size of an element in bytes
+    slot       number of a slot if the address may change from run to run, otherwise None
     """
 
     pointer: int
@@ -52,10 +59,9 @@ class DeviceArray:
 
 @dataclass(frozen=True)
 class Word:
-    """A 32-bit integer as a kernel's argument.
+    """A 32-bit integer as a kernel's argument, whose value may change from run to run.
 
-    Its value may change from run to run. ``LaunchRecord.run`` gets the value by the number of the
-    slot.
+    ``LaunchRecord.run`` gets the value for the slot with the number ``slot``.
     """
 
     slot: int
