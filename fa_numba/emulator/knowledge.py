@@ -182,9 +182,13 @@ class Knowledge(Waiting):
     def _whole_and_others(self) -> tuple[np.ndarray, Any, np.ndarray]:
         """Return the threads that take part, divided into complete warps and other threads.
 
-        The first result are all threads that take part. The second result are the warps of which
-        all threads take part. The third result are the threads of the other warps. The results are
-        cached for each group and mask, because groups and masks are never changed.
+        Three results are returned:
+
+        - the numbers of all threads that take part;
+        - the numbers of the warps of which all threads take part, as an array or a slice;
+        - the numbers of the threads that take part in all other warps.
+
+        The results are cached for each group and mask, because groups and masks are never changed.
         """
         group, mask = self.group, self.mask
         found = self._taking_part.get((id(group), id(mask)))

@@ -30,11 +30,14 @@ class Meant:
 class Agreement:
     """A running comparison of the arguments of all ranks.
 
-    The ranks compare hashes of their arguments on the host, over gloo, so no GPU waits. The hashes
-    are equal if the largest hash equals the smallest hash. The comparison starts when the object is
-    made, and ends in ``wait``. In the meantime, a rank can compute everything that needs no other
-    rank. The ranks exchange their arguments only if hashes differ. Every call makes a comparison,
-    because another rank may make a different call than before.
+    Each rank computes a hash of its arguments. One all-reduce on the host, over gloo, computes the
+    largest and the smallest hash. If these two are equal, the arguments of all ranks are equal. If
+    they differ, the ranks exchange their arguments, and raise an error that names the difference.
+
+    The comparison starts when the object is made, and ends in ``wait``. In the meantime, a rank can
+    compute everything that needs no other rank. No GPU waits for the comparison. Every call of
+    ``ring_attention`` makes a comparison, because another rank may make a different call than
+    before.
     """
 
     def __init__(self, group: Any, meant: Meant):

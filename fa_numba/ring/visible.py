@@ -112,9 +112,13 @@ def visible(
 ) -> tuple[Span, Span, bool, tuple[int, int]] | None:
     """Return which rows of a chunk see which columns of a chunk, or None if no row sees any.
 
+    ``rows`` and ``columns`` are the two chunks, as positions (begin, end) in the complete sequence.
+    Row i sees the columns from i + ``diagonal`` - ``left`` to i + ``diagonal`` + ``right``. None
+    means no limit on this side.
+
     The result is (rows, columns, causal, window): the rows that see any of the columns, the columns
-    that any row sees, and the options of a call of attention on them. Positions are those of the
-    complete sequence.
+    that any row sees, and the options of a call of attention on them. Positions are again those of
+    the complete sequence.
 
     >>> visible((8, 16), (0, 8), 0, 3, 0)  # row 8 sees columns 5 to 7, row 10 sees column 7
     ((8, 11), (5, 8), False, (0, -1))
@@ -286,9 +290,11 @@ def _pieces(course: Course, owner: int, step: int) -> tuple[Piece, ...]:
 
 
 def _chunks(course: Course, rank: int, size: int) -> list[tuple[Span, int]]:
-    """Return the chunks of the sequence that a rank has, each with an offset.
+    """Return the chunks of the sequence that a rank has, as pairs (chunk, offset).
 
-    The offset is the position in the sequence minus the position in the rank's part.
+    A chunk is (begin, end) in the complete sequence. The offset is the position of a row in the
+    complete sequence minus its position in the rank's part. ``size`` is the number of rows of the
+    rank's part.
     """
     held = rows_of(rank, course.ranks, course.ranks * size, course.causal)
     return [(chunk, chunk[0] - n * (chunk[1] - chunk[0])) for n, chunk in enumerate(held)]
