@@ -277,10 +277,10 @@ class AttentionOptions(_OfScores, _Arrays, _Others, total=False):
 
 
 class PlanOptions(_OfScores, _Shapes, _Others, total=False):
-    """The options of ``plan``: the options of attention, with shapes in place of five arrays.
+    """The options of ``plan``: the options of attention, with shapes in place of arrays.
 
-    A shape may be given for ``bias``, ``attn_mask``, ``alibi_slopes``, ``sinks`` and
-    ``block_table``.
+    A shape may be given for ``bias``, ``attn_mask``, ``alibi_slopes``, ``sinks``, ``block_table``,
+    ``q_scale``, ``k_scale`` and ``v_scale``.
     """
 
 

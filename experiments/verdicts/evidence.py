@@ -135,9 +135,10 @@ class Quantity:
     def power(self) -> Quantity:
         """Return the exponent with which each series grows: its numbers are about c x^exponent.
 
-        x is the last element of the place of a number, such as the sequence length. `scaling.fit`
-        fits the exponent by least squares of the logarithms. The key of an exponent is the place
-        without x. A series with fewer than three numbers has no exponent.
+        Each number has a key, a tuple such as (head dimension, sequence length). x is the last
+        element of the key. `scaling.fit` fits the exponent by least squares of the logarithms. In
+        the result, the key of an exponent is the tuple without x. A series with fewer than three
+        numbers has no exponent.
         """
 
         def made(curve: Curve) -> Numbers:

@@ -59,9 +59,12 @@ def took(at: int) -> Callable[..., Quantity]:
 
 
 def took_own(at: int) -> Callable[..., Quantity]:
-    """Return a function of three series that returns a ratio of times, like the result of `took`.
+    """Return a function that takes the three series of a unit and returns a ratio of times.
 
-    The difference is that each loop order has its own tiles.
+    The series are the result of `loop_order.series_of`: FA-1 on the paper's grid, FA-1 with query
+    splits, and FA-2. The ratio is the time of FA-1 / the time of FA-2. Each loop order runs with
+    the tiles that the library chooses for it. FA-1 is on the paper's grid if `at` is 0, and has
+    query splits if `at` is 1.
     """
     return lambda *of: own_tiles(of[at]) / own_tiles(of[2].removesuffix("-fa1-tiles"))
 

@@ -40,10 +40,10 @@ class BoxLayout(NamedTuple):
     box : tuple of int
         Length of a box along each axis.
     steps : tuple of int, default ()
-        Three strides of the array: from one batch entry, head or row to the next. The unit is the
-        stride of the map's second axis. The kernel reads them as ``array.steps``, to compute the
-        index along the second axis at which a sequence ends. The tuple is empty if
-        ``TiledArray.ends`` is False: the second axis is then an ordinary axis.
+        Three distances in the array: from one batch entry, head or row to the next. Each distance
+        counts indices of the map's second axis. The kernel reads the tuple as ``array.steps``. It
+        computes from it where a sequence ends along the second axis. The tuple is empty if
+        ``TiledArray.ends`` is False, because no sequence ends along the second axis then.
     swizzle : int, default 128
         Bytes within which the 16-byte chunks of a row are permuted in shared memory.
     fill : float, default 0

@@ -262,7 +262,9 @@ class Knowledge(Waiting):
         """Check an asynchronous copy or product that the threads `tids` start.
 
         `check` is a function of async_checks.py. It is called as ``check(*args, known, fences,
-        warps, base, *last)``. This method computes the four arguments in the middle.
+        warps, base, *last)``. The caller gives `args` and `last`. This method computes the others:
+        what the threads know of other threads' accesses (`known`), their last fences, the number of
+        warps, and the stamp of the block's last barrier (`base`).
 
         Return two values. The first value is the result of `check`: -1 if every access is allowed,
         or the index of the first element that is not allowed. The second value is the array `known`

@@ -61,7 +61,7 @@ def _settled(name: str) -> Callable[..., float]:
     of_numpy: Any = getattr(np, "power" if name == "pow" else name)
 
     def of_numbers(*numbers: float) -> float:
-        """Return the value of the function for one number per argument."""
+        """Return the value of the function of `math` for these arguments, or inf or NaN."""
         try:
             return exact(*numbers)
         except (OverflowError, ValueError):

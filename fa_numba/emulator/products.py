@@ -197,7 +197,11 @@ class Products(Boxes):
         self._registers_at: dict[int, Site] = {}  # by warp: the last call that set this number
 
     def begin_blocks(self, first: int, count: int) -> None:
-        """Forget all products and numbers of registers; see `Context.begin_blocks`."""
+        """Prepare for a new group of thread blocks: forget all products of the blocks before.
+
+        `first` is the number of the first block, and `count` the number of blocks that run
+        together. The numbers by which this class knows arrays of registers are forgotten, too.
+        """
         super().begin_blocks(first, count)
         self._products, self._registers, self._registers_at = {}, {}, {}
 

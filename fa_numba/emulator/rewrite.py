@@ -67,7 +67,11 @@ def rewritten(code: CodeType, masked: bool = False) -> tuple[CodeType, frozenset
 
 
 def _rewrite(code: CodeType, masked: bool) -> tuple[CodeType, frozenset[str]]:
-    """Rewrite the code of a function; see `rewritten`."""
+    """Return the rewritten code of a function, and the global and closure names that it reads.
+
+    If `masked`, lanes may disagree on a `break`, `continue` or `return`. `rewritten` describes the
+    errors, and stores the result.
+    """
     name = code.co_name
     place = f"function {name} ({code.co_filename}, line {code.co_firstlineno})"
     found = definition(code)

@@ -1,8 +1,9 @@
 """Sums and products of slopes, by the chain rule.
 
 A slope is the derivative of a value with respect to the score, or with respect to one element of a
-captured array. The methods take slopes by their names in the text, and return the name of the
-result. None stands for a slope of 0, for which no statement is written.
+captured array. The methods write statements of a device function. A slope is a variable of this
+function: the methods take the names of variables, and return the name of the variable that holds
+the result. None stands for a slope of 0, for which no statement is written.
 """
 
 from __future__ import annotations

@@ -68,10 +68,11 @@ class Gradient(NamedTuple):
 def gradient_of(
     option: str, source: Source, kinds: dict[str, str], captured: dict[str, str]
 ) -> Gradient | None:
-    """Write the texts for the gradients of the float32 arrays on which the result depends.
+    """Return the source texts that add to the gradients of captured float32 arrays.
 
-    Return None if the result depends on no float32 array. ``kinds`` and ``captured`` are the
-    arguments of ``writing.written``.
+    A captured array counts if the value that the user's function returns depends on its elements.
+    Return None if there is no such array. ``kinds`` and ``captured`` are the arguments of
+    ``writing.written``.
     """
     reader = Reader(option, source, kinds, captured)
     reader.result("")

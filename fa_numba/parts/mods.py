@@ -400,8 +400,8 @@ def _make_join_lanes(spec):
     Each lane holds a sum in registers, together with the row and the column of the array element to
     whose gradient the sum will be added. Both are in ``kept``. If the rows and columns of all lanes
     are equal, lane 0 gets the total, and the other lanes get 0. Otherwise the sums stay unchanged.
-    The number n counts the sums that have a row and a column of their own, which are the second
-    kind of sums in ``make_add_sums``.
+    A lane can hold several such sums, one for each read of a captured array. n is the number of the
+    sum, from 0 on.
     """
     gradient = _gradient(spec.features)
     SHARED = gradient.shared if gradient is not None else 0

@@ -123,6 +123,9 @@ class Checks:
     ) -> Check:
         """Return the function that checks the result of one call of a series.
 
+        A float64 reference of a long problem would take too long. For gradients of a long problem,
+        a similar problem with a shorter sequence is computed and checked now instead.
+
         Parameters
         ----------
         series : str

@@ -53,12 +53,13 @@ def stored(store: Store, experiment: str) -> list[Row] | None:
 
 
 def keep(store: Store, experiment: str, about: Mapping[str, Any], made: ran.Ran) -> None:
-    """Write to the JSON file with which code and kernels the emulator's stored rows were counted.
+    """Write an entry to the emulator's JSON file, so that a later run can reuse the stored rows.
 
-    A later run compares this entry with its own code and kernels, and reuses the rows if both are
-    equal. `made` contains the digests of code and kernels. `about` describes the run that counted
-    the rows: commit, date and whether there were uncommitted changes. Nothing is written if the
-    JSON file already says that the rows are current.
+    The entry says which code and which kernels counted the rows. A later run compares the entry
+    with its own code and kernels, and reuses the rows if both are equal. `made` contains the
+    digests of code and kernels. `about` describes the run that counted the rows: commit, date and
+    whether there were uncommitted changes. Nothing is written if the JSON file already says that
+    the rows are current.
     """
     if stored(store, experiment) is None:
         run = {name: about.get(name) for name in ("commit", "date", "dirty")}

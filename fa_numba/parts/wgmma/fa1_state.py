@@ -152,15 +152,13 @@ def make_name_own_next(spec):
     """Make ``name_own_next(shared, i0, i_end, j0, head, slot, w)``, by which the loader of Q tells
     consumer w which row tile comes after row tile i0.
 
-    Without a block mask, the function stores nothing, because consumers add Br to i0 themselves.
-    With a block mask, it waits until the consumer's part of the slot is empty. Then it stores a
-    32-bit integer in shared memory, next to this part. The integer contains the first row of the
-    next row tile, and two bits about the current visit (``visits.make_visit_ahead``). With
-    ``spec.reads_state``, its highest bits also contain the state of tile (i0, j0) in the block mask
-    (``listed.make_word``).
+    The function returns whether global memory contains no O, l and m of row tile i0 yet
+    (``visits.make_row_starts``).
 
-    In all cases, the function returns a bool. It is true if O, l and m of row tile i0 have not been
-    written to global memory yet (``visits.make_row_starts``).
+    Without a block mask, the function does nothing else, because consumers add Br to i0 themselves.
+    With a block mask, the loader waits until the consumer's part of the slot is empty. It then
+    stores a 32-bit integer for the consumer in shared memory. ``listed.make_word`` describes the
+    integer: it contains the first row of the next row tile.
     """
     named, word, GROUPS = spec.slots_name_next, make_word(spec), spec.consumers
     row_ahead, row_starts, q = make_row_ahead(spec), make_row_starts(spec), spec.pipelines.q
