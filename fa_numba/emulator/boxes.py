@@ -178,10 +178,11 @@ class Boxes(Mbarriers):
         return self.warps + 2 * self.warpgroups
 
     def rows_for_marks(self, buffer: SharedBuffer) -> None:
-        """Add the rows to ``buffer.reads`` that mark asynchronous reads, if the rows are missing.
+        """Make room in ``buffer.reads`` for marks of asynchronous reads, if there is none.
 
-        The added rows are two rows per warpgroup for the two operands of products, and one last row
-        for box stores.
+        A mark says that a product or a box store still reads an element of shared memory. Each row
+        of ``buffer.reads`` has one number for each element. The added rows are two rows for each
+        warpgroup, one for each operand of its products, and one row for box stores.
         """
         missing = self.row_of_boxes + 1 - buffer.reads.shape[1]
         if missing > 0:

@@ -87,7 +87,7 @@ class Knowledge(Waiting):
         self.seen = wider[: len(self.seen)]
 
         def longer(row: np.ndarray) -> np.ndarray:
-            """Return a row with zeros in the columns that are missing at its end."""
+            """Return `row` with zeros appended, so that it has as many columns as `wider`."""
             return np.concatenate([row, np.zeros(missing, np.int64)])
 
         self._opened = {n: longer(row) for n, row in self._opened.items()}

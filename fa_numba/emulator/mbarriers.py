@@ -332,10 +332,13 @@ class Mbarriers(Knowledge):
     def wait_mbarrier(self, tile: MbarrierTile, index: Any, parity: Any) -> None:
         """Wait for the end of a phase of tile[index]. The parity, 0 or 1, selects the phase.
 
-        A thread knows that a phase has ended if it has waited for this phase, or has synchronised
-        with a thread that knew. Let phase n be the first phase whose end the thread does not know.
-        If n and the parity are both even or both odd, the thread waits for the end of phase n.
-        Otherwise the parity belongs to phase n - 1, which has ended, and the wait returns at once.
+        Phases are numbered from 0. Let phase n be the first phase of which the thread does not know
+        yet that it has ended. A thread knows this from an earlier wait, or from a synchronisation
+        with a thread that knew.
+
+        parity            what the call does
+        n % 2             it waits until phase n has ended
+        (n + 1) % 2       it returns at once, because phase n - 1 has ended
 
         Raise BarrierMisuse if the phase after the selected phase has ended too. A GPU would then
         see the same parity as before the selected phase ended, and would wait for a later phase.
@@ -355,7 +358,7 @@ class Mbarriers(Knowledge):
         self.mask = outer
 
     def _wait_mbarrier(self, barrier: Mbarrier, parity: int) -> None:
-        """Wait for the end of the phase that `parity` selects; see `wait_mbarrier`."""
+        """Wait until the phase of `barrier` that `parity` selects has ended (`wait_mbarrier`)."""
         if parity not in (0, 1):
             raise self.fault(BarrierMisuse, f"wait_mbarrier: parity must be 0 or 1, got {parity}")
         lanes = self.active_lanes()
@@ -396,13 +399,13 @@ class Mbarriers(Knowledge):
           announced bytes.
         - A pipeline slot that was acquired must be released. A producer acquires a slot when it
           waits for the mbarrier "the slot is empty". Consumers release the slot when they arrive at
-          this mbarrier. After each wait, one more phase of the mbarrier must therefore end. The
-          emulator does not know the purpose of an mbarrier. It takes an mbarrier for "the slot is
-          empty" if a warp waited for it before any phase had ended, and the wait returned at once.
+          this mbarrier. After each wait, one more phase of the mbarrier must therefore end.
 
-        The second rule has an exception. The slot that a warp acquired last need not be released,
-        if the warp has started no box load afterwards. A producer uses such a slot to tell its
-        consumers that no more data follow.
+        The second rule holds for mbarriers of the kind "the slot is empty". The emulator recognises
+        this kind by the first wait: it returns at once, although no phase has ended.
+
+        The second rule has one exception: the last slot that a warp acquires, if the warp starts no
+        box load afterwards. A producer uses such a slot to tell consumers that no data follow.
         """
         last = set(map(id, self._acquired.values()))
         for barrier in self._mbarriers.values():

@@ -60,7 +60,10 @@ PAIRS_E4M3 = NUMBERS_E4M3[np.arange(1 << 16, dtype="<u2").view(np.uint8).reshape
 
 
 def _pack(x0, x1, x2, x3):
-    """Emulate ``pack_e4m3``."""
+    """Return four numbers as four e4m3 in a word on the emulator, as ``pack_e4m3`` does on a GPU.
+
+    The arguments are float32 numbers, or arrays with one number for each lane.
+    """
     given = (x0, x1, x2, x3)
     word = sum(bits_e4m3(np.asarray(x, np.float32)) << 8 * n for n, x in enumerate(given))
     return word if any(isinstance(x, np.ndarray) for x in given) else int(word)
@@ -91,7 +94,10 @@ def unpack_e4m3(typingctx, word):
 
 
 def _widen(word):
-    """Emulate ``widen_e4m3``."""
+    """Return the four e4m3 of a word as two words of two float16, as ``widen_e4m3`` does on a GPU.
+
+    ``word`` is an integer, or an array with one integer for each lane.
+    """
     halves = [NUMBERS_E4M3[byte].astype(np.float16).view(np.uint16) for byte in _bytes_of(word)]
     # cvt returns the NaN 0x7FFF.
     a, b, c, d = (np.where(x & 0x7FFF > 0x7C00, 0x7FFF, x).astype(np.int64) for x in halves)

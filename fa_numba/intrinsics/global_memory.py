@@ -113,7 +113,11 @@ def read_pair(typingctx, array, row, col, reads):
 
 
 def _lies_in_pairs(array):
-    """Emulate ``lies_in_pairs``."""
+    """Return whether pairs of neighbouring columns of an emulated array can be accessed at once.
+
+    This is the emulation of ``lies_in_pairs``. The columns must be contiguous, and the address of
+    each pair must be a multiple of the size of a pair.
+    """
     step = array.itemsize
     even = (stride % (2 * step) == 0 for stride in array.strides[:-1])
     return array.strides[-1] == step and all(even) and array.first_byte % (2 * step) == 0

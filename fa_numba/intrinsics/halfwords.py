@@ -17,7 +17,9 @@ _TEXT = (
 
 
 def _larger_halves(words, than, less):
-    """Emulate ``larger_halves``."""
+    """Compare the 16-bit halves of ``words`` and ``than`` on the emulator, as ``larger_halves``
+    does on a GPU. The arguments are integers, or arrays with one integer for each lane.
+    """
 
     def of(shift):
         word, other, more = (np.asarray(x) >> shift & 0xFFFF for x in (words, than, less))
@@ -43,7 +45,9 @@ def larger_halves(typingctx, words, than, less):
 
 
 def _permute_bytes(a, b, selector):
-    """Emulate ``permute_bytes``."""
+    """Return words of four of the bytes of a and b on the emulator, as ``permute_bytes`` does on a
+    GPU. The arguments are integers, or arrays with one integer for each lane.
+    """
     both = np.asarray(a, np.int64) | np.asarray(b, np.int64) << 32
     made = np.zeros_like(both)
     for n in range(4):

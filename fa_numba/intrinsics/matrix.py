@@ -123,7 +123,10 @@ def _rows_of_tiles(values, present, mask):
 
 
 def _stmatrix(array, index, w0, w1, w2, w3):
-    """Emulate ``stmatrix``."""
+    """Store four 8 x 8 tiles of 16-bit elements in an emulated shared array, as ``stmatrix`` does.
+
+    ``index`` and the words w0 to w3 have one value for each lane of the warps.
+    """
     words = emulator.current().collective("stmatrix", _FULL, (w0, w1, w2, w3), _rows_of_tiles)
     array.store(index, halves_of(words))
 

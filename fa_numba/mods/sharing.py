@@ -147,8 +147,9 @@ class Statements:
         then written as (f * a) * x, so that f * a is computed once per tile. If a is 1 / f, the
         result is x.
 
-        The faster form is used only if the caller passes the name of the product, b in the example,
-        as ``opened``.
+        In the example, b is a variable of the written function that holds the product f * x. The
+        faster form is used only if ``opened`` is the name of this variable. By default, ``opened``
+        is empty, and the statement computes ``a * b``.
         """
         for factor, rest in ((a, b), (b, a)):
             if self.is_shared(factor) and not self.is_shared(rest):

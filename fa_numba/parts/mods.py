@@ -581,15 +581,15 @@ def _make_hidden(spec):
 def hidden_score(stays):
     """Return the number that is stored in place of a hidden score.
 
-    Normally, a kernel computes ``score_mod`` before it hides scores. ``stays`` is then None, and
-    the number is -inf.
+    Normally, ``stays`` is None, and the number is -inf.
 
-    Some backward kernels for Hopper hide scores first. They compute ``score_mod`` and its
-    derivative later, together with dS. ``stays`` is then the ``mods.Text`` of the later computation
-    (``Spec.stays``). The number is finite, and the later computation recognises hidden scores by
-    it. If the text has an inner function, such as tanh, the kernel applies it before it hides
-    scores. The number is then -2, which the inner function never returns. Otherwise it is the
-    lowest finite float32.
+    Some backward kernels for Hopper hide scores before they compute ``score_mod`` and its
+    derivative. ``stays`` is then the ``mods.Text`` of this later computation. The later computation
+    recognises hidden scores by the number, which is therefore finite:
+
+    - If the kernel applies an inner function such as tanh before it hides scores, the number is -2.
+      The inner function never returns -2.
+    - Otherwise the number is the lowest finite float32.
     """
     if stays is None:
         return NEG_INF
@@ -632,7 +632,11 @@ def make_inner(text):
 
 
 def _slope_text(features):
-    """Return the text of the derivative of the scores, or None if the derivative is 1."""
+    """Return the source text of a function that computes the slope of a score.
+
+    The slope is the derivative of a modified score with respect to the score before the user's
+    ``score_mod``. The result is a ``mods.Text``, or None if the slope is 1.
+    """
     mod = features.slope_of
     return mod and (mod.slope if mod.slope.text else mod.value)
 

@@ -45,7 +45,10 @@ class OfSeries(dict[str, str]):
         return value
 
     def add(self, series: str) -> None:
-        """Store the derived value of a series, so that ``in`` and ``get`` find the series too."""
+        """Compute the value of a series without an explicit value, and store it in the dictionary.
+
+        Afterwards, ``in`` and ``get`` find the series too.
+        """
         self[series] = self[series]
 
     def of(self, series: str) -> str | None:

@@ -36,7 +36,11 @@ class State:
 
 
 def state(store: Store, experiment: str, machine: str) -> State:
-    """Return the state of one recording. No GPU is needed. A damaged file raises StoreError."""
+    """Return whether one recording is current, outdated or unknown, and why.
+
+    The recorded digests of code and kernels are compared with today's. No GPU is needed. Raise
+    StoreError if a file is damaged.
+    """
     where = experiment, machine
     if machine == EMULATOR:
         entry = store.provenance(*where).get(kept.ENTRY)

@@ -426,11 +426,12 @@ def whole_box(T, row, head):
 
 @device_function
 def end_of(T, b, h, end):
-    """Return a coordinate that tells T's tensor map where a sequence ends.
+    """Return where a sequence ends, as an index along the axis "end" of T's tensor map.
 
-    ``T`` is a ``TiledArray`` in which sequences follow each other. The coordinate belongs to the
-    axis "end" of its tensor map. ``b`` and ``h`` are the batch entry and the head, and ``end`` is
-    one past the sequence's last row.
+    ``T`` is a ``TiledArray`` in which sequences follow each other. A box copy gets the index as a
+    coordinate. The copy engine then takes rows at or past the end as outside of the array, and
+    fills them with zeros. ``b`` and ``h`` are the batch entry and the head, and ``end`` is one past
+    the sequence's last row.
     """
     of_batch, of_head, of_row = T.steps
     return uint32(b * uint32(of_batch) + h * uint32(of_head) + end * uint32(of_row))
