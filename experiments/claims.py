@@ -238,7 +238,10 @@ def model_of(row: Row) -> str:
 
 
 def part_of(row: Row) -> str:
-    """Return the part of the layer that the note of a row of a complete layer names."""
+    """Return the part of a layer that the row is about, such as "attention".
+
+    The row's note names the part.
+    """
     return row.place.partition(": ")[2]
 
 

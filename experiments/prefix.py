@@ -1,8 +1,9 @@
 """Compares reading a shared prefix once for all sequences with reading it once per sequence.
 
-A prefix is the keys and values with which all sequences begin. In a decoding step, 1 to 256
-sequences share a prefix of 1k to 16k keys, in fp16 at d=128. The bytes are from the model and
-counted on the emulator. On a GPU the time is measured too.
+A prefix is the keys and values with which all sequences begin. The model computes the bytes of a
+decoding step in which 1 to 256 sequences share a prefix of 1k to 16k keys, in fp16 at d=128. On a
+GPU, the times of these steps are measured. The emulator counts the bytes of smaller steps, with at
+most 8 sequences and 130 keys.
 """
 
 import itertools

@@ -118,8 +118,8 @@ class Growing(Chained):
     def growth_of_sum(self, a: Term, b: Term, sign: str) -> Growth | None:
         """Return the ``Growth`` of a + b, or of a - b if ``sign`` is "-".
 
-        One of the values must grow, and the other value must be fixed (``fixed``). Return None in
-        all other cases.
+        One of the values must grow: it depends on exp, and can overflow. The other value must not
+        depend on the score or on captured arrays. Return None in all other cases.
         """
         if a.growth is not None and self.fixed(b):
             return a.growth

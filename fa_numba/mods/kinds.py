@@ -1,4 +1,4 @@
-"""Values of the text with their type (kind): "int", "float" or "bool".
+"""Values in the source text of a device function, with their type (kind): "int", "float" or "bool".
 
 Integers become int32 and floats become float32, because 64-bit arithmetic is slow on a GPU.
 """

@@ -328,12 +328,12 @@ def _make_add_of_one(spec):
 
 
 def kept_sums(spec):
-    """Return the sizes of the two register arrays in ``kept``: the number of sums, and the number
-    of registers for the positions of sums.
+    """Return the sizes of two register arrays in which a thread adds up gradients of captured
+    arrays.
 
-    A position is the row and the column of an array element. It takes two registers. Only sums
-    whose array element differs between scores have a position. Both sizes are at least 1, because
-    an array of registers cannot be empty.
+    The first array has one register for each sum. The second array says to which element of a
+    captured array a sum belongs: it has two registers, row and column, for each sum whose element
+    differs between scores. Both sizes are at least 1, because a register array cannot be empty.
     """
     gradient = _gradient(spec.features)
     shared, merged = (gradient.shared, gradient.merged) if gradient is not None else (0, 0)

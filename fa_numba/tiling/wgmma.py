@@ -302,7 +302,11 @@ class WgmmaSpec(Spec):
 
     @property
     def plane_columns(self) -> tuple[int, int]:
-        """Numbers of columns of one plane, in complete panels: first of Q or K, then of V."""
+        """Numbers of columns of one plane of Q or K, and of one plane of V.
+
+        A plane is one of the 16-bit matrices whose sum is a float32 matrix. Both numbers are
+        rounded up to a multiple of 64, the columns of a panel.
+        """
         return PANEL * self.plane_panels, PANEL * self.plane_panels_v
 
     @property
@@ -417,9 +421,9 @@ class WgmmaSpec(Spec):
 
     @property
     def first_index(self) -> int:
-        """Index of the first word of work tiles in shared memory, in units of 4 bytes.
+        """Index in shared memory, in units of 4 bytes, of the integers that describe work tiles.
 
-        The words follow the tiles and the barriers.
+        These integers are stored after the tiles and the barriers (``index_words``).
         """
         return 2 * (self.first_barrier + self.barriers)
 

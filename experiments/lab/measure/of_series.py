@@ -23,8 +23,8 @@ class OfSeries(dict[str, str]):
         Values that are written explicitly, usually for series of the first unit ("simt").
     derived : callable
         Function ``derived(unit, rest, value)`` that computes the value of any other series, such as
-        "fa1-mma-splits". ``unit`` is the unit of the series ("mma"). ``rest`` is the name without
-        the unit ("fa1-splits"). ``value`` is the value of the same series on the first unit
+        "fa1-mma-splits". ``unit`` is the `Unit` object of the series' unit. ``rest`` is the name
+        without the unit ("fa1-splits"). ``value`` is the value of the same series on the first unit
         ("fa1-simt-splits"), or "" if there is none. The function returns "" if the series has no
         value.
     """

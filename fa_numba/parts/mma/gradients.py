@@ -149,9 +149,11 @@ def make_write_dq(spec):
     """Make ``write_dq(rdQ, operands, results, scale, visit, tile, rows_end)``, which writes this
     warp's part of dQ to global memory in FA-1.
 
-    ``results`` is a pair of arrays: A, which stores dQ between the passes in float32, and the
-    output dQ. If a later pass visits the row tile again, the part goes to A. In the last pass, the
-    part is multiplied by ``scale``, rounded, and goes to the output. ``visit`` is the integer that
+    rdQ contains the sum over this visit and all visits before: the caller has read the earlier sum
+    from memory. ``results`` is a pair of arrays: A, which stores dQ between the passes in float32,
+    and the output dQ. If a later pass visits the row tile again, the sum replaces the values in A.
+    In the last pass, the sum is multiplied by ``scale``, rounded, and written to the output.
+    ``visit`` is the integer that
     ``visits.row_ahead`` has returned for this row tile. It is used only with a block mask.
 
     A large dQ is computed in two turns. rdQ then contains the result of the first turn. The

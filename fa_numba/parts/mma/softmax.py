@@ -50,10 +50,11 @@ def make_combine(spec):
 
     @device_function
     def values_at(n, i, ty):
-        """Return the index in sO of m of a row, as warp n stores it. l is stored at the next index.
+        """Return the index in the shared array sO at which a warp stores its m of one row.
 
-        n is the number of the warp that stores m, where 0 is the warp after the row's owner. The
-        row is row number i of the lanes with the position ``ty``.
+        l of the row is stored at the next index. Warps exchange m and l through sO before they add
+        their parts of O. n is the number of the storing warp, where 0 is the warp after the row's
+        owner. The row is the i-th row of the lanes whose field ``ty`` has this value.
         """
         return uint32(VALUES + 2 * (n * Br + ty + i * STEP))
 

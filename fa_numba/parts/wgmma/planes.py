@@ -73,10 +73,11 @@ def multiply_pairs(spec, count, N, a, b, steps):
 
 @part
 def make_product_of_planes(spec, count):
-    """Make ``product(rT, rP, sV, at)``, which begins the product T = P V of the first ``count``
-    pairs of planes.
+    """Make ``product(rT, rP, sV, at)``, which begins the first ``count`` products of a plane of P
+    and a plane of V, and adds them in T.
 
-    The planes of P are in the registers rP. The tile of V begins at element ``at`` of sV.
+    A plane is one of the 16-bit matrices whose sum is a float32 matrix. The planes of P are in the
+    registers rP. The tile of V begins at element ``at`` of sV.
     """
     d, Bc, STEPS, WORDS = spec.columns, spec.Bc, spec.Bc // STEP, spec.p_registers // spec.planes
     i, j = pairs_of_planes(spec.planes)[count - 1]
