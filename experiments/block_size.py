@@ -242,11 +242,10 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
     header += ["published, ms (A100, fp16)"]
     header += [f"{o} outer, ms, {dtype}" for dtype in ("fp32", "fp16") for o in ("K/V", "Q")]
     caption = (
-        "The table of block sizes contains accesses and times for several block sizes. In the "
-        "table of block sizes, the columns *accesses* contain the number of elements that one "
-        "head loads and stores, divided by N d. The block size is B_c (columns of a tile) for K/V "
-        "outer and B_r (rows of a tile) for Q outer. In the calls with K/V outer that vary B_c, "
-        f"B_r is always {FIXED}. In the calls with Q outer that vary B_r, B_c is always {FIXED}. "
-        f"The times in the table of block sizes are {tables.runs(here)}."
+        "The table shows accesses and times for several block sizes. The columns *accesses* "
+        "contain the number of elements that one head loads and stores, divided by N d. The block "
+        "size is B_c (columns of a tile) for K/V outer and B_r (rows of a tile) for Q outer. If "
+        f"B_c varies, B_r is {FIXED}. If B_r varies, B_c is {FIXED}. The times are "
+        f"{tables.runs(here)}."
     )
     return tables.of(caption, header, lines)

@@ -176,10 +176,8 @@ def _table(rows: Sequence[Row]) -> tables.Table | None:
                 lines.append([over, name, said, *exponents])
     header = ["grows with", "algorithm", "exponent in the theorem", *scaling.FITTED.values()]
     caption = (
-        "The table of growth exponents contains the exponents a and b of two fits: accesses grow "
-        "as N^a (one head, d=64), and accesses grow as d^b. After each exponent of N or d, the "
-        "table of growth exponents contains the standard error of the exponent, and the fitted "
-        "range of N or d in brackets. In the table of growth exponents, line 1 of "
+        "The table shows how accesses grow: as N^a (one head, d=64) and as d^b. Each exponent is "
+        "followed by its standard error, and by the fitted range of N or d in brackets. Line 1 of "
         f"FlashAttention's Algorithm 1 computes tiles for an on-chip memory of M={M} floats. The "
         "tiles that fa_numba's planner chooses have at most 128 columns, even if more columns "
         f"would fit on the chip.{scaling.agreement(own)}"

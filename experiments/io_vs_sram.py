@@ -302,13 +302,12 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
         f"pass, FA-1 accesses fewer elements than standard attention from M = {where[1]} on."
     ) if len(where) == len(large) else ""  # fmt: skip
     caption = (
-        "The accesses of each attention algorithm are about proportional to a power of the "
-        f"on-chip memory M. The table of exponents of M is for head dimension d={d} (d² = "
-        f"{square}). After each exponent of M, the table of exponents contains the standard "
-        "error of the exponent, and the fitted range of M (in floats) in brackets. The calls with "
-        "which we measured accesses over M use tiles of 8 to 128 rows and 8 to 128 columns. The "
-        "tiles that fa_numba's planner chooses have at most 128 rows and 128 columns, because "
-        f"larger tiles do not fit into the registers.{said}{scaling.agreement(rows)}"
+        "The accesses of each algorithm are about proportional to a power of the on-chip memory "
+        f"M. The table shows the exponents of M for head dimension d={d} (d² = {square}). Each "
+        "exponent is followed by its standard error, and by the fitted range of M (in floats) in "
+        "brackets. The calls use tiles of 8 to 128 rows and 8 to 128 columns. The planner's tiles "
+        "have at most 128 rows and 128 columns, because larger tiles do not fit into the "
+        f"registers.{said}{scaling.agreement(rows)}"
     )
     header = ["algorithm", "exponent in the theorem", *scaling.FITTED.values()]
     return tables.of(caption, header, lines)

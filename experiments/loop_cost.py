@@ -379,10 +379,9 @@ def table(rows: Sequence[Row], units: Sequence[str] = UNITS) -> Table | None:
     first = tables.markdown(header, gains)
     example, steps = _example(plain)
     caption = (
-        "Each factor in the table of loop costs is the ratio *time before a step / time after the "
-        "step*. If the factor of a step from FA-1 to FA-2 is above 1, the step saves time. The "
-        "calls in the table of loop costs have 16k tokens (batch x N), a hidden dimension (heads "
-        "x d) of 2048 and no mask. The times behind the factors of the loop costs are "
+        "Each factor in the table is the ratio *time before a step / time after the step*. If the "
+        "factor of a step from FA-1 to FA-2 is above 1, the step saves time. The calls have 16k "
+        "tokens (batch x N), a hidden dimension (heads x d) of 2048 and no mask. The times are "
         f"{tables.runs(r for mine in every.values() for r in mine if r.metric == 'time')}. The "
         "columns *causal skipping* contain the ratio *time of a kernel without a mask / time with "
         "a causal mask*."

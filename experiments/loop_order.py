@@ -374,17 +374,15 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
     times = (r for mine in every.values() for r in mine if r.metric == "time")
     problems = {p for _, p in every}
     caption = (
-        "The table of loop orders is about forward calls with 16k tokens (batch x N) and a hidden "
-        "dimension (heads x d) of 2048. In the table of loop orders, FA-2 on CUDA cores and on "
-        "mma uses FA-1's tiles. In the table of loop orders, FA-1 on wgmma uses FA-2's tiles. The "
-        f"times in the table of loop orders are {tables.runs(times)}. The column *time, full "
-        "grid* contains the ratio *time of FA-1 with query splits / time of FA-2*. With query "
-        "splits, several thread blocks share the rows of Q of a head, so that FA-1 has enough "
-        "thread blocks to fill the GPU. The last three columns of the table of loop orders "
-        "contain the ratio *FA-1 with query splits / FA-2* for the number of accesses, L2 bytes "
-        f"and DRAM bytes. The ratios *FA-1 / FA-2* of all {len(problems)} measured problems are in "
-        "the CSV file of `loop_order` and in the figures "
-        f"[{NAME}_seqlen.png](figures/{NAME}_seqlen.png) and "
+        "The table compares both loop orders in forward calls with 16k tokens (batch x N) and a "
+        "hidden dimension (heads x d) of 2048. Both orders use the same tiles: FA-1's tiles on "
+        f"CUDA cores and on mma, and FA-2's tiles on wgmma. The times are {tables.runs(times)}. "
+        "The column *time, full grid* contains the ratio *time of FA-1 with query splits / time "
+        "of FA-2*. With query splits, several thread blocks share the rows of Q of a head, so "
+        "that FA-1 has enough thread blocks to fill the GPU. The last three columns contain the "
+        "same ratio for the number of accesses, L2 bytes and DRAM bytes. The ratios *FA-1 / FA-2* "
+        f"of all {len(problems)} measured problems are in the CSV file of `loop_order` and in the "
+        f"figures [{NAME}_seqlen.png](figures/{NAME}_seqlen.png) and "
         f"[{NAME}_heads.png](figures/{NAME}_heads.png)."
     )
     return tables.of(caption, header, lines)

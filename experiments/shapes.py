@@ -447,16 +447,15 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
     header += [f"{LABELS[s]}'s time / our time: median; worst" for s in others[:-1]]
     header.append("our time on mma / our time: median; worst")
     caption = (
-        "Each ratio in the table of shapes is the time of another kernel / the time of our call, "
-        "in fp16. If a ratio in the table of shapes is above 1, our call is faster than the other "
-        "kernel. The *worst* ratio of a class of shapes is the smallest ratio. In the table of "
-        'shapes, our calls use `unit="auto"`, which picks wgmma on Hopper if the kernels support '
-        "the options of the call. The class of shapes *options* contains calls with windows, "
+        "Each ratio in the table is *time of another kernel / time of our call*, in fp16. A ratio "
+        "above 1 means that our call is faster. The *worst* ratio of a class of shapes is the "
+        'smallest ratio. Our calls use `unit="auto"`, which picks wgmma on Hopper if the kernels '
+        "support the options of the call. The class *options* contains calls with windows, "
         "softcap, ALiBi, bias, and packed sequences of unequal lengths. We compile torch's "
-        "flex_attention for each problem, and the times of flex_attention exclude compiling. In "
-        f"the classes of shapes with dropout, the dropout probability is {DROPOUT:g}. In the class "
-        f"*dropout and padding*, up to {PADDING} rows of each sequence are padding, which torch's "
-        "unfused attention hides by a mask."
+        "flex_attention for each problem. The times of flex_attention exclude compiling. In the "
+        f"classes with dropout, the dropout probability is {DROPOUT:g}. In the class *dropout and "
+        f"padding*, up to {PADDING} rows of each sequence are padding, which torch's unfused "
+        "attention hides by a mask."
     )
     return tables.of(caption, header, lines)
 

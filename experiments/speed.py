@@ -88,12 +88,11 @@ def precisions(rows: Sequence[Row]) -> tables.Table | None:
     header = ["pass", "d", "causal"]
     header += [x for name in names for x in (f"{name}, TFLOP/s", f"{name} / torch's")]
     caption = (
-        "The table of `precision` contains the speed of FA-2 in float32 for each value of the "
-        "option `precision`. In the table of `precision`, the columns *TFLOP/s* contain speeds at "
-        "the longest measured N. The ratio *speed of FA-2 / speed of torch's memory-efficient "
-        "attention* is in the column after each speed, for example in the column *fp16x3 / "
-        "torch's*. Each ratio in the table of `precision` is the median over N, followed by the "
-        "smallest and the largest ratio in brackets."
+        "The table shows the speed of FA-2 in float32 for each value of the option `precision`. "
+        "The columns *TFLOP/s* contain speeds at the longest measured N. The ratio *speed of FA-2 "
+        "/ speed of torch's memory-efficient attention* is in the column after each speed, for "
+        "example in the column *fp16x3 / torch's*. Each ratio is the median over N, followed by "
+        "the smallest and the largest ratio in brackets."
     )
     return tables.of(caption, header, lines)
 

@@ -173,9 +173,9 @@ def paper_figures(rows: Sequence[Row]) -> tables.Table | None:
         "sizes where FA-1, FA-2 and unfused attention rank as published",
     ]
     caption = (
-        "The table of speed ratios is for calls in fp16, with 16k tokens (batch x N) and a hidden "
-        "dimension (heads x d) of 2048. Each cell of the table of speed ratios contains the "
-        "smallest and the largest ratio over all N, with and without a causal mask."
+        "The table is for calls in fp16, with 16k tokens (batch x N) and a hidden dimension "
+        "(heads x d) of 2048. Each cell contains the smallest and the largest ratio over all N, "
+        "with and without a causal mask."
     )
     return tables.of(caption, header, lines)
 
@@ -245,11 +245,11 @@ def errors(rows: Sequence[Row]) -> tables.Table | None:
         lines.append([speeds.DTYPES[dtype], LABELS[series], f"{largest:.2e}", more])
     header = ["dtype", "series", "largest relative error", "largest excess, roundings"]
     caption = (
-        "The table of errors shows the largest relative error of each series over all checked "
-        "passes and problems. An error in the table of errors is the difference from a float64 "
-        "result for equal inputs. The *excess* of a series is the error of the series minus the "
-        "error of torch's FlashAttention-2 on the same problem. The unit of a series' excess is "
-        "the error of rounding once to the dtype (fp16 or bf16)."
+        "The table shows the largest relative error of each series over all checked passes and "
+        "problems. An error is the difference from a float64 result for equal inputs. The "
+        "*excess* of a series is its error minus the error of torch's FlashAttention-2 on the "
+        "same problem. The unit of the excess is the error of rounding once to the dtype (fp16 or "
+        "bf16)."
     )
     return tables.of(caption, header, lines)
 

@@ -275,9 +275,8 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
     header = ["algorithm", "N", "d", "tiles", "array", "tiles loaded", "tiles stored"]
     header += ["bytes, traced", "bytes, closed form"]
     caption = (
-        "The table of tile moves counts the moves of tiles between global memory and the chip, in "
-        "a forward call of one head in fp32. In the table of tile moves, the columns *bytes* "
-        "contain the sum over all moves of an array, by the emulator's trace and by the closed "
-        "form."
+        "The table counts the moves of tiles between global memory and the chip, in a forward "
+        "call of one head in fp32. The columns *bytes* contain the sum over all moves of an "
+        "array, by the emulator's trace and by the closed form."
     )
     return tables.of(caption, header, lines)
