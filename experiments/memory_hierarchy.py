@@ -1,9 +1,10 @@
-"""Measures the bandwidth of each memory level and draws rooflines with our attention kernels.
+"""Measures bandwidth and latency of each memory level, and draws rooflines with our kernels.
 
 The memory levels are DRAM, L2 and shared memory, as in the FlashAttention paper's Fig. 1 left.
 Kernels that only read give the bandwidths. The bandwidth of global memory is measured over the size
-of the array that a kernel reads repeatedly. Matrix products by torch give the peak speed. The
-attention kernels are the kernels on CUDA cores in fp32, and on mma in fp16. The FLOPs, the measured
+of the array that a kernel reads repeatedly. The latencies are measured by pointer chasing, in which
+each read begins when the read before it has ended. Matrix products by torch give the peak speed.
+The attention kernels are the kernels on CUDA cores in fp32, and on mma in fp16. The FLOPs, the measured
 bytes and the time of a kernel give the kernel's position below the roofs.
 """
 
@@ -13,7 +14,7 @@ from typing import Any
 from fa_numba import device, io_model
 from fa_numba.problem import Problem
 
-from .lab.measure import bandwidth, peers, variants
+from .lab.measure import bandwidth, latency, peers, variants
 from .lab.measure.series import LABELS, columns, query_splits
 from .lab.measure.timing import SECONDS, Timing, attempt, number
 from .lab.measure.workloads import fa2_setting
@@ -27,7 +28,10 @@ PROTOCOL = (
     f"bandwidths: reads of {bandwidth.CHUNK} bytes, {bandwidth.BYTES // 2**30} GiB a run, of which "
     "the footprint is what is read again and again; L2 is not flushed; matrix products: torch, "
     f"{bandwidth.MATMUL_SIZE} cubed, fp32 without TF32; their rows have the sizes of the run's "
-    "first attention call"
+    "first attention call; latencies: chains of elements that are "
+    f"{latency.LINE} bytes apart in random order, {latency.STEPS} dependent reads by one warp, as "
+    "the difference of two runs; footprints larger than L2 are read with L2 flushed before each "
+    "run; the time of a read includes the time to compute its address"
 )
 
 SEQLEN, QUICK_SEQLEN, HEAD_DIM = 2048, 512, 64
@@ -38,10 +42,22 @@ FOOTPRINTS = tuple(n * MIB for n in (8, 16, 24, 32, 40, 48, 56, 64, 80, 128, 256
 QUICK_FOOTPRINTS = (16 * MIB, 1024 * MIB)
 REPEATS, QUICK_REPEATS = 10, 3
 GLOBAL, SHARED, MATMUL = "read-global", "read-shared", "matmul"
+CHASE_GLOBAL, CHASE_SHARED = "chase-global", "chase-shared"
+KIB = 2**10
+# Footprints of pointer chasing, in KiB.
+CHASED = (16, 32, 64, 128, 192, 256, 512, *(1024 * n for n in (1, 2, 4, 8, 16, 32, 48, 64, 96)))
+CHASED += (128 * 1024, 256 * 1024, 1024 * 1024)
+QUICK_CHASED = (16, 4 * 1024, 256 * 1024)
+DRAM_KIB = 128 * 1024  # a footprint of at least twice the L2 of today's GPUs
+# What an article says: "~ns" for SRAM and "~100 ns" for HBM.
+SAID_NS = {"shared": 1.0, "DRAM": 100.0}
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row]:
-    """Yield bandwidths, speeds of matrix products, and time and bytes of the attention kernels."""
+    """Yield bandwidths, latencies, speeds of matrix products, and numbers of attention kernels.
+
+    The numbers of an attention kernel are its time and its bytes.
+    """
     N = QUICK_SEQLEN if options.quick else SEQLEN
     problems = [fa2_setting(N, HEAD_DIM, dtype=dtype) for dtype in UNITS.values()]
     yield from _ceilings(problems[0], options, bench)
@@ -67,7 +83,7 @@ def configurations(problem: Problem, passes: str, multiprocessors: int) -> list[
 
 
 def _ceilings(problem: Problem, options: Options, bench: Bench) -> Iterator[Row]:
-    """Yield the bandwidths and capacities of the memories, and the speeds of matrix products.
+    """Yield bandwidths, latencies and sizes of the memories, and the speeds of matrix products.
 
     The columns with sizes contain the sizes of `problem`.
     """
@@ -88,6 +104,13 @@ def _ceilings(problem: Problem, options: Options, bench: Bench) -> Iterator[Row]
     del X
     speed, why = attempt(bandwidth.measure_shared, about["multiprocessors"], repeats)
     yield row(SHARED, speed, why, **memory)
+    waiting = {"metric": "latency", "unit": "ns"}
+    for size in bench.each(QUICK_CHASED if options.quick else CHASED, "pointer chasing"):
+        bytes_of_l2 = about["l2_bytes"]
+        took, why = attempt(latency.measure_global, KIB * size, repeats, bytes_of_l2)
+        yield row(CHASE_GLOBAL, took, why, f"{size} KiB", **waiting)
+    took, why = attempt(latency.measure_shared, repeats)
+    yield row(CHASE_SHARED, took, why, **waiting)
     if peers.available():
         for dtype in bench.each(list(UNITS.values()), "matrix products"):
             speed, why = attempt(bandwidth.measure_matmul, dtype, repeats)
@@ -143,6 +166,38 @@ def bandwidths(rows: Sequence[Row]) -> dict[str, float]:
     return result
 
 
+def chased(rows: Sequence[Row]) -> dict[int, float]:
+    """Return the latencies of reads of global memory as {bytes of the array: ns}."""
+    found = [row for row in select(rows, series=CHASE_GLOBAL) if not row.failed]
+    sizes = {KIB * int(row.place.removesuffix(" KiB")): row.number for row in found}
+    return dict(sorted(sizes.items()))
+
+
+def latencies(rows: Sequence[Row]) -> dict[str, tuple[float, int]]:
+    """Return the latency of each memory, as {memory: (ns, size of the array in bytes)}.
+
+    | memory | array |
+    |---|---|
+    | "shared" | an array in shared memory |
+    | "L1" | the smallest array in global memory |
+    | "L2" | the largest array of at most a quarter of L2 |
+    | "DRAM" | the array of DRAM_KIB, or the smallest larger one that is at least twice L2 |
+    """
+    found: dict[str, tuple[float, int]] = {}
+    for row in select(rows, series=CHASE_SHARED):
+        if not row.failed:
+            found["shared"] = row.number, latency.SHARED_BYTES
+    over, l2 = chased(rows), capacities(rows).get("L2")
+    if not over or not l2:
+        return found
+    sizes = {
+        "L1": [size for size in over if size <= 32 * KIB],
+        "L2": [size for size in reversed(over) if MIB <= size <= l2 / 4],
+        "DRAM": [size for size in over if size >= max(2 * l2, KIB * DRAM_KIB)],
+    }
+    return found | {name: (over[of[0]], of[0]) for name, of in sizes.items() if of}
+
+
 def products(rows: Sequence[Row]) -> dict[str, float]:
     """Return the speed of torch's matrix products as {dtype: TFLOP/s}."""
     return values(rows, "dtype", series=MATMUL, metric="speed")
@@ -189,13 +244,22 @@ def paper() -> dict[tuple[str, str], float]:
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """Draw the bandwidths and the rooflines. Return None without rows."""
+    """Draw the bandwidths, the latencies if there are any, and the rooflines.
+
+    Return None without rows.
+    """
     found, over = points(rows), curve(rows)
     if not found and not over:
         return None
-    figure, axes = style.new(1, 3, 5.6, width_ratios=(0.8, 1, 1))
+    if chased(rows):
+        figure, grid = style.new(2, 2, 8.6)
+        _latency(grid[0, 1], rows)
+        axes, rooflines = grid, grid[1]
+    else:
+        figure, axes = style.new(1, 3, 5.6, width_ratios=(0.8, 1, 1))
+        rooflines = axes[0, 1:]
     _bandwidth(axes[0, 0], rows)
-    for ax, dtype in zip(axes[0, 1:], UNITS.values(), strict=True):
+    for ax, dtype in zip(rooflines, UNITS.values(), strict=True):
         _roofline(ax, rows, {at: of for at, of in found.items() if at[2] == dtype}, dtype)
     style.legend(figure, list(style.handles(axes).values()), _message(found), 5, ABOUT)
     return figure
@@ -243,6 +307,25 @@ def _bandwidth(ax: Any, rows: Sequence[Row]) -> None:
     style.log(ax.xaxis, 2)
     style.log(ax.yaxis)
     ax.set(xlabel="size of the array (MiB)", ylabel="bandwidth (TB/s)")
+
+
+def _latency(ax: Any, rows: Sequence[Row]) -> None:
+    over, sizes = chased(rows), capacities(rows)
+    ax.set_title("latency of a read that waits for the read before")
+    points = {size / KIB: ns for size, ns in over.items()}
+    style.line(ax, points, ls="-", marker="o", ms=4, color="#333333")
+    beside: dict[str, Any] = {"textcoords": "offset points", "fontsize": 9}
+    if "shared" in (found := latencies(rows)):
+        ns, place = found["shared"][0], {"xycoords": ax.get_yaxis_transform(), "ha": "right"}
+        ax.axhline(ns, color="#333333", ls=":")
+        ax.annotate(f"shared memory: {ns:.3g} ns", (0.98, ns), (0, 3), **place, **beside)
+    if "L2" in sizes:
+        at, place = sizes["L2"] / KIB, {"xycoords": ax.get_xaxis_transform(), "ha": "right"}
+        ax.axvline(at, color="#999999", lw=0.8)
+        ax.annotate("size of L2", (at, 0.92), (-3, 0), **place, **beside)
+    style.log(ax.xaxis, 2)
+    style.log(ax.yaxis)
+    ax.set(xlabel="size of the array (KiB)", ylabel="latency (ns)")
 
 
 def _roofline(
@@ -347,6 +430,34 @@ def _size(size: float | None) -> str:
     return f"{size / 1e9:.0f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"
 
 
+def latency_table(rows: Sequence[Row]) -> tables.Table | None:
+    """Return the table of the latencies of the memories, or None without latencies."""
+    found, speeds = latencies(rows), bandwidths(rows)
+    if not found:
+        return None
+    names = {"shared": "shared memory", "DRAM": "DRAM (HBM)"}
+    lines = []
+    for level in (name for name in ("shared", "L1", "L2", "DRAM") if name in found):
+        ns, size = found[level]
+        array = f"{size // MIB} MiB" if size >= MIB else f"{size // KIB} KiB"
+        cells = [names.get(level, level), f"{ns:.3g}", array, tables.number(SAID_NS, level, "g")]
+        over = f"{ns / found['shared'][0]:.1f}" if "shared" in found else tables.MISSING
+        # TB/s x ns = 1000 bytes.
+        flying = f"{speeds[level] * ns:.0f}" if level in speeds else tables.MISSING
+        lines.append([*cells, over, flying])
+    header = ["memory", "latency, ns", "array", "said by an article, ns", "latency / shared memory"]
+    header += ["bandwidth x latency, kB"]
+    caption = (
+        "The table of latencies contains the median time of a read that must wait for the read "
+        "before it. The time includes the time to compute the address of the read. The reads are "
+        f"{latency.LINE} bytes apart, in random order, in an array of the size in the column "
+        "*array*. L1 and shared memory belong to one multiprocessor, and are the same physical "
+        "memory. The column *bandwidth x latency* says how many kB of reads must be under way at "
+        "the same time in the complete GPU to reach the bandwidth of the memory."
+    )
+    return tables.of(caption, header, lines)
+
+
 def roofline(rows: Sequence[Row]) -> tables.Table | None:
     """Return the table of the measured forward kernels, with the limit of each kernel's speed."""
     found, speeds, peaks = points(rows), bandwidths(rows), products(rows)
@@ -375,4 +486,4 @@ def roofline(rows: Sequence[Row]) -> tables.Table | None:
     return tables.of(caption, header, lines)
 
 
-TABLES = {"memory_hierarchy-roofline": roofline}
+TABLES = {"memory_hierarchy-latency": latency_table, "memory_hierarchy-roofline": roofline}

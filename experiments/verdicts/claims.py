@@ -1,4 +1,4 @@
-"""For each of the claims C1 to C36, our quantity and what the claim says about it.
+"""For each of the claims C1 to C37, our quantity and what the claim says about it.
 
 The texts of the claims are in questions.csv. Some claims contradict each other.
 """
@@ -9,7 +9,7 @@ from operator import attrgetter
 from typing import Any
 
 from experiments import claims as measured
-from experiments import decode, runtime_memory
+from experiments import decode, memory_hierarchy, runtime_memory
 from experiments.lab.record import Row
 from fa_numba import io_model
 from fa_numba.problem import Problem
@@ -334,6 +334,19 @@ def short_prefill() -> Quantity:
     return ratio.where(lambda d, batch, N: N <= 512)
 
 
+def latency(level: str) -> Quantity:
+    """Return the measured latency of a memory in ns: "shared" or "DRAM"."""
+    if level == "shared":
+        return memory("latency", series=memory_hierarchy.CHASE_SHARED)
+    place = f"{memory_hierarchy.DRAM_KIB} KiB"
+    return memory("latency", series=memory_hierarchy.CHASE_GLOBAL, place=place)
+
+
+def near(said: float) -> Bounds:
+    """Return the numbers whose nearest power of ten is `said`, such as 32 to 316 for 100."""
+    return Bounds(said / math.sqrt(10), said * math.sqrt(10))
+
+
 at_16k = partial(rows, "speed_fp16", "head_dim", series="fa2-mma", pass_="fwd", seqlen_q=16384,
                  **TIMES)  # fmt: skip
 # Experiments with FLOPs per DRAM byte. Their GPU must be that of `BALANCE`.
@@ -478,6 +491,8 @@ PAIRS: dict[str, Pairs] = IN_ORDERS | {
     "C36, long prefill": {"FA-2 / torch's unfused": (in_regime("fwd", 4096, 8192, 16384), TWICE)},
     "C36, short prefill": {"torch's unfused / FA-2": (short_prefill(), Bounds(0, 1.15))},
     "C36, training": {"FA-2 / torch's unfused": (in_regime("fwd+bwd", 1024, 2048, 4096), TWICE)},
+    **{f"C37, {name}": {f"{name}, ns": (latency(level), near(said))}
+       for name, level, said in (("SRAM", "shared", 1.0), ("HBM", "DRAM", 100.0))},
 }  # fmt: skip
 BESIDE: dict[str, Pairs] = {
     "C3, N x N": {"standard": (counted("standard-simt", ("S", "P"), per=N * N), 4.0)},

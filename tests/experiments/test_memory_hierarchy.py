@@ -8,7 +8,7 @@ from experiment_helpers import recorded
 from offline import CAPABILITY, compiled
 
 from experiments import memory_hierarchy as experiment
-from experiments.lab.measure import bandwidth, check, peers, timing, variants
+from experiments.lab.measure import bandwidth, check, latency, peers, timing, variants
 from experiments.lab.record.options import Bench, Options
 from experiments.lab.record.store import Row
 from experiments.lab.show import report
@@ -18,6 +18,7 @@ NAME = experiment.NAME
 ABOUT = {"multiprocessors": 132, "shared_bytes": 232448, "l2_bytes": 60 * experiment.MIB}
 # TB/s
 READ = {"shared": 30.0, "L2": 6.0, "DRAM": 4.0}
+NS = {"shared": 15.0, "L1": 20.0, "L2": 150.0, "DRAM": 600.0}
 PEAKS = {"float32": 50.0, "float16": 750.0}
 
 
@@ -30,6 +31,10 @@ def measured(monkeypatch, machine="some-gpu", **options):
 
     def read_global(X, size, repeats):
         return fake_speed(READ["L2"] if size <= 60 * experiment.MIB else READ["DRAM"])
+
+    def chase(size, repeats, l2):
+        level = "L1" if size <= 256 * experiment.KIB else "L2" if size <= l2 else "DRAM"
+        return fake_speed(NS[level])
 
     def work(name, work, bench, profiled, seconds):
         for problem, calls in work:
@@ -46,6 +51,8 @@ def measured(monkeypatch, machine="some-gpu", **options):
     monkeypatch.setattr(bandwidth, "ones", lambda nbytes: "X")
     monkeypatch.setattr(bandwidth, "measure_global", read_global)
     monkeypatch.setattr(bandwidth, "measure_shared", lambda n, repeats: fake_speed(READ["shared"]))
+    monkeypatch.setattr(latency, "measure_global", chase)
+    monkeypatch.setattr(latency, "measure_shared", lambda repeats: fake_speed(NS["shared"]))
     monkeypatch.setattr(
         bandwidth, "measure_matmul", lambda dtype, repeats: fake_speed(PEAKS[dtype])
     )
@@ -122,6 +129,58 @@ def test_a_wrong_sum_is_refused():
         bandwidth._check(np.array([8, 8, 7, 8.0]), 8)
 
 
+@pytest.mark.parametrize("make", [latency.make_chase_global, latency.make_chase_shared])
+def test_a_chase_visits_the_lines_in_the_random_order(make):
+    """Two runs of a cycle of 128 lines, of which the second goes on behind the first."""
+    order = latency.cycle(latency.SHARED_BYTES // latency.LINE)
+    assert sorted(order) == list(range(128)) and list(order) != sorted(order)
+    X, Y = latency.chain(order), np.zeros(1, np.uint32)
+    for steps, reached in ((48, 48), (96, 16)):
+        with device.using("emulator"):
+            device.launch(make(), (1, 1, 1), (X, Y, steps))
+        assert Y[0] == latency.WORDS * order[reached]
+    assert "sm_90a" in CAPABILITY
+    ptx, _ = compiled(make(), "sm_90a")
+    loads = ptx.count("ld.global.u32 ") + ptx.count("ld.shared.u32 ")
+    assert loads >= latency.UNROLL and "mul.lo.s64" not in ptx and ".local" not in ptx
+
+
+@pytest.mark.parametrize("lost", [0, 16])
+def test_a_latency_is_the_difference_of_two_runs(monkeypatch, lost):
+    """By stand-ins whose step takes 20 ns; a chase that stops early is refused."""
+
+    def launch(kernel, grid, arguments):
+        X, Y, steps = arguments
+        for _ in range(steps - lost):
+            Y[0] = X[Y[0]]
+        ran.append(steps)
+
+    def time_ms(call, *, repeats, warmup, flush_l2):
+        flushed.append(flush_l2)
+        took = []
+        for _ in range(warmup + repeats):
+            call()
+            took.append(0.003 + 20e-6 * ran[-1])
+        return took[warmup:]
+
+    ran, flushed = [], []
+    for name in ("to_gpu", "argument", "copied_to_host"):
+        monkeypatch.setattr(device, name, lambda array: array)
+    monkeypatch.setattr(device, "release_memory", lambda: None)
+    monkeypatch.setattr(device, "launch", launch)
+    monkeypatch.setattr(device, "time_ms", time_ms)
+    monkeypatch.setattr(latency, "STEPS", 64)
+    if lost:
+        with pytest.raises(check.WrongResult, match="steps must reach element"):
+            latency.measure_global(16 * experiment.KIB, 2, 2**20)
+        return
+    assert latency.measure_global(16 * experiment.KIB, 2, 2**20).median == pytest.approx(20)
+    # A cycle before all, then each length once more than it is timed.
+    assert ran == [128, 128, 128, 128, 192, 192, 192] and flushed == [False, False]
+    assert latency.measure_global(16 * experiment.KIB, 2, 2**13).n == 2 and flushed[-1]
+    assert latency.measure_shared(2).median == pytest.approx(20)
+
+
 def test_speeds_are_of_the_times():
     found = bandwidth.speed_of(4e9, [1.0, 2.0, 4.0])
     assert (found.median, found.n) == (2.0, 3) and found.p20 < 2.0 < found.p80
@@ -152,7 +211,7 @@ def test_failures_are_rows(monkeypatch):
     def broken(*arguments):
         raise MemoryError
 
-    def measured_with(name, call):
+    def measured_with(of, name, call):
         with monkeypatch.context() as patch:
             patch.setattr(peers, "available", lambda: False)
             patch.setattr(variants, "measure", lambda *_, **__: iter(()))
@@ -160,19 +219,22 @@ def test_failures_are_rows(monkeypatch):
             patch.setattr(bandwidth, "ones", lambda nbytes: "X")
             patch.setattr(bandwidth, "measure_global", lambda *_: fake_speed(1))
             patch.setattr(bandwidth, "measure_shared", lambda *_: fake_speed(1))
-            patch.setattr(bandwidth, name, call)
+            patch.setattr(latency, "measure_global", lambda *_: fake_speed(1))
+            patch.setattr(latency, "measure_shared", lambda *_: fake_speed(1))
+            patch.setattr(of, name, call)
             bench = Bench(machine="some-gpu", describe=ABOUT, say=lambda text: None)
             return list(experiment.measure(Options(quick=True), bench))
 
-    for name, series in (
-        ("measure_global", experiment.GLOBAL),
-        ("measure_shared", experiment.SHARED),
+    for of, name, series in (
+        (bandwidth, "measure_global", experiment.GLOBAL),
+        (bandwidth, "measure_shared", experiment.SHARED),
+        (latency, "measure_global", experiment.CHASE_GLOBAL),
     ):
-        rows = measured_with(name, broken)
+        rows = measured_with(of, name, broken)
         failed = [row for row in rows if row.failed]
         assert {row.series for row in failed} == {series}
         assert all("out of memory" in row.note for row in failed)
-        assert {r.place for r in failed} <= {"16 MiB", "1024 MiB", "failed: out of memory"}
+        assert all(r.place.endswith(("MiB", "KiB", "out of memory")) for r in failed)
 
 
 # --- tables and the figure -------------------------------------------------------------------
@@ -186,6 +248,12 @@ def test_the_tables(tmp_path, monkeypatch):
     assert said in text
     assert "| DRAM (HBM) | 4 | 141 GB | 12 | 188 | 1.5 | 40 GB | 208 |" in text
     assert "| L2 | 6 | 63 MB | 8 | 125 | - | - | - |" in text
+    text = report.text(f"{NAME}-latency", store)
+    assert "| shared memory | 15 | 16 KiB | 1 | 1.0 | 450 |" in text
+    assert "| L1 | 20 | 16 KiB | - | 1.3 | - |" in text
+    assert "| L2 | 150 | 8 MiB | - | 10.0 | 900 |" in text
+    assert "| DRAM (HBM) | 600 | 128 MiB | 100 | 40.0 | 2400 |" in text
+    assert experiment.latency_table([]) is None
     text = report.text(f"{NAME}-roofline", store)
     lines = [line for line in text.splitlines() if line.startswith("| ")][2:]
     assert 6 <= len(lines) <= 10 and all(" of " in line for line in lines)
@@ -193,7 +261,8 @@ def test_the_tables(tmp_path, monkeypatch):
 
 def test_the_figure(monkeypatch):
     figure = experiment.draw(measured(monkeypatch))
-    over, fp32, fp16 = figure.axes
+    over, waiting, fp32, fp16 = figure.axes
+    assert len(waiting.lines[0].get_xdata()) == len(experiment.CHASED)
     assert len(over.lines[0].get_xdata()) == len(experiment.FOOTPRINTS)
     labels = {line.get_label() for ax in (fp32, fp16) for line in ax.lines}
     assert {"roof of DRAM", "FA-1, backward", "standard attention, forward"} <= labels
