@@ -209,13 +209,15 @@ def standard_attention(
     """Return attention by the standard algorithm, which stores S and P in global memory.
 
     Three kernels compute ``S = scale * q @ k.T``, ``P = softmax(S)`` and ``O = P @ v``. S and P
-    share one workspace of seqlen_q x seqlen_k elements per head, in the dtype of q.
+    share one workspace of seqlen_q x seqlen_k elements per head, in the dtype of q. For q, k and v
+    in float8_e4m3fn, S is in float16, and P has a workspace of its own in float8_e4m3fn.
 
     Parameters
     ----------
     q : array
-        Queries, shape (batch, heads_q, seqlen_q, head_dim), dtype float32, float16 or bfloat16, any
-        strides. head_dim must be from 1 to 256. NumPy arrays, torch tensors, JAX and CuPy arrays,
+        Queries, shape (batch, heads_q, seqlen_q, head_dim), any strides. The dtype is float32,
+        float16 or bfloat16, or float8_e4m3fn with scales (see ``q_scale``). head_dim must be from 1
+        to 256. NumPy arrays, torch tensors, JAX and CuPy arrays,
         and arrays with ``__cuda_array_interface__`` or DLPack are taken without conversion. Lists
         are refused.
     k : array
@@ -237,8 +239,8 @@ def standard_attention(
         current stream of q's library. On the emulator, only None is allowed.
     unit : {"auto", "simt", "mma"}, default "auto"
         Which instructions multiply matrices. "simt": CUDA cores, for float32, on compute capability
-        7.5 or newer. "mma": tensor cores, for float16 and bfloat16, on 8.0 or newer. "auto" takes
-        the unit that is for the dtype of q.
+        7.5 or newer. "mma": tensor cores, for float16 and bfloat16 on 8.0 or newer, and for
+        float8_e4m3fn on 8.9 or newer. "auto" takes the unit that is for the dtype of q.
 
     Returns
     -------
@@ -275,9 +277,11 @@ def standard_attention(
     2. P = softmax(S) by rows, read from and written to global memory;
     3. O = P V, which reads P.
 
-    In float16 and bfloat16, S and P are rounded to that dtype. In float16, scores must therefore be
-    below 65504. A row that sees no column has output 0 and logsumexp -inf, or logsumexp ``sink``
-    with the option ``sinks``.
+    In float16 and bfloat16, S and P are rounded to that dtype. In float8_e4m3fn, S is in float16,
+    and step 2 writes ``P = 256 e^(S - m)`` in float8_e4m3fn, where m is the largest score of the
+    row. Step 2 also writes the row sums of e^(S - m) in float32, and step 3 divides by them. Where
+    S is in float16, scores must be below 65504. A row that sees no column has output 0 and
+    logsumexp -inf, or logsumexp ``sink`` with the option ``sinks``.
 
     Examples
     --------

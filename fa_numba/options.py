@@ -176,10 +176,11 @@ class AttentionOptions(_OfScores, _Arrays, _Others, total=False):
         It is a number, or an array on the device of q with one scale for each head, shape (batch,
         heads_q), or with one scale for each 128 rows, shape (batch, heads_q, ceil(seqlen_q /
         128)). Scales must be positive; the values of an array are not checked.
-        ``fa_numba.quantize`` returns arrays and scales. float8_e4m3fn is for the forward pass of
-        "fa1" and "fa2" on Hopper's tensor cores (unit "wgmma") and on the emulator. Of the other
-        options, such calls take ``scale``, ``causal``, ``window``, ``softcap``, ``q_lens``,
-        ``kv_lens`` and ``layout``. Head dimensions must be multiples of 16, and rows must start at
+        ``fa_numba.quantize`` returns arrays and scales. float8_e4m3fn is for the forward pass only.
+        "fa1" and "fa2" run on Hopper's tensor cores (unit "wgmma"), and "standard" on unit "mma"
+        from compute capability 8.9 on. The emulator runs all three. Of the other options, such
+        calls take ``scale``, ``causal``, ``window``, ``softcap``, ``q_lens``, ``layout``, and
+        except in "fa1" ``kv_lens``. Head dimensions must be multiples of 16, and rows must start at
         multiples of 16 bytes.
     k_scale : float or array of float32, default 1
         Scale of k, as ``q_scale``. An array has the shape (batch, heads_k), or (batch, heads_k,

@@ -29,7 +29,7 @@ from fa_numba.choices.tiles import (
     unspilled,
 )
 from fa_numba.choices.tuned import tuned_tiles
-from fa_numba.dtypes import DTYPES, E4M3, E4M3_CAPABILITY, UNSCALED
+from fa_numba.dtypes import DTYPES, E4M3, E4M3_CAPABILITY, SCALED_ROWS, UNSCALED
 from fa_numba.kernels import mma, simt, wgmma
 from fa_numba.options import PLAIN, Features, argument_of
 from fa_numba.problem import MAX_HEAD_DIM, MAX_SEQLEN
@@ -317,7 +317,7 @@ class Mma(Unit):
     name, title, label = "mma", "tensor cores", "tensor cores (mma)"
     instruction, emulated_steps = "mma.sync", 1e8
     looks: Mapping[str, tuple[str, str]] = {"fa2-splits": ("#8BC34A", "<")}
-    dtypes = tuple(name for name in UNSCALED if DTYPES[name].matrix is not None)
+    dtypes = tuple(name for name, dtype in DTYPES.items() if dtype.matrix is not None)
     capability = (8, 0)
     kernels = mma
     staged: Mapping[tuple[str, str], int] = {("fa2", "fwd"): 2}
@@ -333,6 +333,11 @@ class Mma(Unit):
                 return f"pages of {E4M3.name} on a GPU of compute capability below 8.9"
             if "q_registers" in request.choices.ablate:
                 return f"ablate='q_registers' with pages of {E4M3.name}"
+        if request.features.scales:
+            if request.choices.algorithm != "standard":
+                return f"{E4M3.name} arrays in algorithm {request.choices.algorithm!r}"
+            if request.capability < E4M3_CAPABILITY:
+                return f"{E4M3.name} arrays on a GPU of compute capability below 8.9"
         return ""
 
     def forward(self, request: Request) -> Shape:
@@ -382,7 +387,17 @@ class Mma(Unit):
     def standard(self, request: Request) -> Shape:
         select = _select(request, tiling.StandardSpec)
         chosen = self.chosen_tiles(request, select, _by_table(mma_tiles, request))
-        return _shape(chosen, _of_products(select, request))
+        if not request.features.scales:
+            return _shape(chosen, _of_products(select, request))
+        for name, size in (("Br", chosen.value.Br), ("Bc", chosen.value.Bc)):
+            if request.features.scales == "blocks" and SCALED_ROWS % size:
+                raise ValueError(
+                    f"tiles.{name} must divide {SCALED_ROWS} with scales of blocks of "
+                    f"{SCALED_ROWS} rows, got {size}; choose such tiles, or tiles=None"
+                )
+        # Tiles of e4m3 are converted to float16 when they are loaded.
+        widened = functools.partial(select, features=request.features, dtype="float16")
+        return _shape(chosen, widened)
 
     def standard_backward(self, request: Request) -> tuple[Shape, Spec]:
         shape = self.standard(request)
@@ -417,7 +432,7 @@ class Wgmma(Unit):
         "fa2-one-block": ("#E1BEE7", ""),
         "fa2-fa1-tiles": ("#AB6BC4", ""),
     }
-    dtypes = (*Mma.dtypes, E4M3.name)
+    dtypes = Mma.dtypes
     capability = newest = (9, 0)
     kernels = wgmma
     copies = BoxCopies()

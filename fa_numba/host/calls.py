@@ -80,7 +80,7 @@ def _call_first_time(
         del names["dlse"]
         given = given[:-1]
     dtypes: dict[str, dict[str, Any]] = {"lse": {"allowed": SUMS}, "dlse": {"allowed": SUMS}}
-    if choices.passes == "fwd" and choices.algorithm != "standard":
+    if choices.passes == "fwd":
         dtypes |= {name: {"allowed": tuple(DTYPES)} for name in "qkv"}
     inputs = [operand(n, x, **dtypes.get(n, {})) for n, x in zip(names, given, strict=True)]
     arguments = Binding.of(options)

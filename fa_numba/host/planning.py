@@ -129,6 +129,7 @@ def _check_problem(request: Request) -> None:
 
 # Features of calls with e4m3 arrays, by algorithm.
 _WITH_SCALES = {
+    "standard": ("scales", "causal", "window", "softcap", "q_lens", "kv_lens"),
     "fa1": ("scales", "causal", "window", "softcap", "q_lens"),
     "fa2": ("scales", "causal", "window", "softcap", "q_lens", "kv_lens", "splits"),
 }
@@ -137,11 +138,10 @@ _WITH_SCALES = {
 def _check_scaled(request: Request) -> None:
     """Raise ValueError if no kernel supports e4m3 arrays for the request."""
     p, (algorithm, passes) = request.problem, request.kernel
-    if passes == "bwd" or algorithm == "standard":
+    if passes == "bwd":
         raise ValueError(
             f"q, k and v must be {one_of(UNSCALED)} in {pass_of(passes)} of algorithm "
-            f"{algorithm!r}, got {p.dtype}, which is for the forward pass of algorithms 'fa1' and "
-            "'fa2'"
+            f"{algorithm!r}, got {p.dtype}, which is for the forward pass"
         )
     on = (f.name for f in fields(Features) if getattr(request.features, f.name))
     found = _WITH_SCALES[algorithm]

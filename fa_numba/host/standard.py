@@ -11,7 +11,7 @@ from fa_numba.choices.decisions import Decision
 from fa_numba.choices.requests import Request
 from fa_numba.choices.tiles import Chosen
 from fa_numba.choices.units import Unit
-from fa_numba.dtypes import DType
+from fa_numba.dtypes import DTYPES, DType
 from fa_numba.host import sinks
 from fa_numba.host.plans import Launch, Plan
 from fa_numba.integers import ceil_div, power_of_two, round_up
@@ -24,6 +24,9 @@ def forward(request: Request, chosen: Chosen[Unit]) -> Plan:
     """
     (unit, why_unit), p, dtype = chosen, request.problem, request.dtype
     tiles, spec, why = unit.standard(request)
+    decided = Decision(unit, tiles, spec, why={"unit": why_unit, "tiles": why})
+    if dtype.scaled:
+        return _forward_of_e4m3(request, decided)
     return_lse = request.choices.return_lse
     features, kernels = request.features, unit.kernels.standard
     lengths = request.lengths
@@ -45,8 +48,40 @@ def forward(request: Request, chosen: Chosen[Unit]) -> Plan:
     count = functools.partial(
         io_model.standard, p, tiles, return_lse=return_lse, row_resident=row > 0
     )
-    decided = Decision(unit, tiles, spec, why={"unit": why_unit, "tiles": why})
     return Plan.of(request, decided, launches, [_matrix("S", request)], count)
+
+
+def _forward_of_e4m3(request: Request, decided: Decision) -> Plan:
+    """Return the plan of a forward pass of e4m3 arrays.
+
+    S is in float16, and P has a buffer of its own in e4m3. The array l contains the sum of each
+    row. The kernel of O divides by it.
+    """
+    p, (unit, tiles, spec) = request.problem, (decided.unit, decided.tiles, decided.spec)
+    dtype, kernels = DTYPES[spec.dtype], unit.kernels
+    of_scores, own = kernels.standard, kernels.standard_e4m3
+    row = row_elements(p.seqlen_k, request.shared_limit, dtype, of_scores.MAX_WARPS)
+    warps = row_warps(p.seqlen_k, dtype, of_scores.MAX_WARPS)
+    row_tiles = (ceil_div(p.seqlen_q, tiles.Br), p.heads_q, p.batch)
+    return_lse = request.choices.return_lse
+    softmax = own.make_softmax(row, warps, return_lse, request.lengths, dtype.name)
+    lengths = replace(request.lengths, scales=request.features.scales)
+    output = own.make_output(replace(spec, features=lengths), p.o_dtype)
+    L = "L" if return_lse else Untouched(request.row_shape)
+    launches = (
+        Launch.of(of_scores.make_standard_scores(spec), row_tiles, scale="score_scale"),
+        Launch.of(softmax, (p.seqlen_q, p.heads_q, p.batch), L=L),
+        Launch.of(output, row_tiles),
+    )
+    workspace = (
+        replace(_matrix("S", request), dtype=dtype.name),
+        _matrix("P", request),
+        Buffer("l", request.row_shape),
+    )
+    count = functools.partial(
+        io_model.standard, p, tiles, return_lse=return_lse, row_resident=row > 0
+    )
+    return Plan.of(request, decided, launches, workspace, count)
 
 
 def backward(request: Request, chosen: Chosen[Unit]) -> Plan:

@@ -20,6 +20,7 @@ from fa_numba.intrinsics._build import (
     SHARED,
     WORDS,
     emulated_by,
+    halves_of,
     is_float32_array,
     shared_pointer,
     to_i32,
@@ -180,6 +181,20 @@ def store4(typingctx, array, index, x0, x1, x2, x3):
     ``array`` is a 1-D shared float32 array. ``index`` must be a multiple of 4.
     """
     return vector_store(array, index, **_FLOATS, vector=FLOAT4, values=(x0, x1, x2, x3))
+
+
+@emulated_by(lambda array, index, w0, w1, w2, w3: array.store(index, halves_of((w0, w1, w2, w3))))
+@intrinsic
+def store8(typingctx, array, index, w0, w1, w2, w3):
+    """Store eight 16-bit elements to array[index .. index + 7]: ``st.shared.v4.u32``.
+
+    The four uint32 contain the elements as ``load8`` returns them. ``index`` must be a multiple of
+    8.
+    """
+    words = (w0, w1, w2, w3)
+    if any(word != types.uint32 for word in words):
+        return None
+    return vector_store(array, index, **_HALVES, vector=INT4, values=words)
 
 
 @emulated_by(lambda array, index: words_of(array.load(index, 2))[0])

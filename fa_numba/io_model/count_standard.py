@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+from fa_numba.dtypes import DTYPES
 from fa_numba.io_model.accesses import Accesses, add_up, check_dbias, count, sink_gradients
 from fa_numba.io_model.visits import blocks_of, whole_sums
 from fa_numba.problem import BlockSizes, Problem
@@ -54,7 +56,9 @@ def standard(
         softmax     S N_q N_k                                  P N_q N_k, L N_q'
         O = P V     P N_q N_k, V T_r N_k d                     O N_q' d
 
-    P overwrites S in memory, and is counted under the name P from then on.
+    P overwrites S in memory, and is counted under the name P from then on. For e4m3, P has memory
+    of its own. The softmax kernel then also stores l, N_q' elements, and the kernel of O loads N_q
+    of them. S has 2 bytes per element, and P has 1 byte.
 
     Examples
     --------
@@ -79,7 +83,12 @@ def standard(
         "O": head.all_rows * problem.d_v,
         "L": head.all_rows if return_lse else 0,
     }
-    return count(problem, loads, stores)
+    if not DTYPES[problem.dtype].scaled:
+        return count(problem, loads, stores)
+    found = count(problem, loads | {"l": head.rows}, stores | {"l": head.all_rows})
+    if DTYPES[problem.o_dtype].sums_in_place:
+        return replace(found, sums=("O",), halves=("S",))
+    return replace(found, halves=("S", "O"))
 
 
 def standard_backward(

@@ -253,6 +253,7 @@ CASES = {
     "load4_at_byte": (shared, "f|SB"),
     "load8": (shared, "si"),
     "store4": (shared, "f|Sixxxx"),
+    "store8": (shared, "siwwww"),
     "load2": (shared, "si"),
     "store2": (shared, "siw"),
     "copy4_async": (async_copy, "f|SiFrc5"),

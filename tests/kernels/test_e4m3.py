@@ -1,11 +1,14 @@
 """Attention of e4m3 arrays: results and counts on the emulator, plans, and what is refused."""
 
+from unittest import mock
+
 import numpy as np
 import pytest
 from helpers import assert_counts, refused, running
 
 import fa_numba
 from fa_numba import Tiles, device, reference
+from fa_numba.host import standard
 from fa_numba.host.arrays import numpy_dtype
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
@@ -22,6 +25,8 @@ QUICK = [
     ("fa1", 1, 1, 1, 70, 300, 128, {"causal": True}),
     ("fa1", 1, 1, 1, 40, 300, 256, {"q_lens": [9], "out_dtype": "bfloat16"}),
     ("fa1", 1, 1, 1, 140, 150, 64, {"window": (90, 9), "out_dtype": "float32", **BLOCKS}),
+    ("standard", 2, 2, 1, 20, 43, 32, {"kv_lens": [0, 41], "out_dtype": "bfloat16"}),
+    ("standard", 1, 1, 1, 140, 70, 48, {"causal": True, "out_dtype": "float32", **BLOCKS}),
 ]
 CASES = [
     ("fa2", 1, 1, 1, 1, 1, 128, {}),
@@ -31,6 +36,8 @@ CASES = [
     ("fa1", 1, 1, 1, 1, 1, 128, {}),
     ("fa1", 1, 2, 1, 131, 513, 128, {"causal": True}),
     ("fa1", 1, 1, 1, 200, 270, 64, {"query_splits": 2, "softcap": 2.0}),
+    ("standard", 1, 1, 1, 1, 1, 128, {}),
+    ("standard", 1, 2, 1, 60, 130, 256, {"window": (90, 9), "q_lens": [50], "layout": "bnhd"}),
 ]
 CASES = [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES)]
 
@@ -61,21 +68,21 @@ def by_heads(array, layout):
 OPTIONS = ("q_scale", "k_scale", "v_scale", "out_dtype")
 
 
-def random_call(seed, number, largest=300):
+def random_call(seed, number, largest=300, algorithms=("fa1", "fa2")):
     """The arguments of a case of `test_results_and_counts`, drawn at random."""
     rng = np.random.default_rng([seed, number])
 
     def one(values):
         return values[rng.integers(len(values))]
 
-    algorithm, group = one(("fa1", "fa2")), one((1, 1, 2, 4))
+    algorithm, group = one(algorithms), one((1, 1, 2, 4))
     B, Hk, d = one((1, 2)), one((1, 2)), one((16, 48, 64, 112, 128, 192, 256))
     Nq, Nk = (int(rng.integers(1, largest)) for _ in range(2))
     options = {"causal": {"causal": True}, "softcap": {"softcap": 2.0}}
     options["window"] = {"window": (int(rng.integers(largest)), int(rng.integers(largest)))}
     options["layout"] = {"layout": one(("bhnd", "bnhd"))}
     options["q_lens"] = {"q_lens": rng.integers(0, Nq + 1, B).tolist()}
-    if algorithm == "fa2":
+    if algorithm != "fa1":
         options["kv_lens"] = {"kv_lens": rng.integers(0, Nk + 1, B).tolist()}
     given = {"out_dtype": one(("float16", "bfloat16", "float32"))}
     kinds = {name: one(("heads", "blocks", "")) for name in OPTIONS[:2]}
@@ -88,7 +95,7 @@ def random_call(seed, number, largest=300):
 
 @pytest.mark.parametrize("algorithm, B, Hq, Hk, Nq, Nk, d, options", CASES)
 def test_results_and_counts(algorithm, B, Hq, Hk, Nq, Nk, d, options):
-    """Of FA-1 ("fa1") and FA-2 ("fa2"), with q_scale, k_scale, v_scale and each out_dtype."""
+    """Of the three algorithms, with q_scale, k_scale, v_scale and each out_dtype."""
     given = {**dict.fromkeys(OPTIONS[:3], "heads"), **options}
     check("emulator", algorithm, B, Hq, Hk, Nq, Nk, d, given)
 
@@ -118,7 +125,9 @@ def check(place, algorithm, B, Hq, Hk, Nq, Nk, d, options):
         O, L = fa_numba.attention(*arrays, **scales, **how)
         shapes = {name: scales[name].shape for name in blocks}
         plan = fa_numba.plan(*(x.shape for x in arrays), dtype=E4M3, **how, **shapes)
-    assert plan.unit == "wgmma" and O.dtype.name == options.get("out_dtype", "float16")
+    assert plan.unit == (
+        "mma" if algorithm == "standard" else "wgmma"
+    ) and O.dtype.name == options.get("out_dtype", "float16")
     if counts is not None:
         assert_counts(counts, plan)
         moved = sum(n.total() for n in (counts.load_bytes, counts.store_bytes))
@@ -126,7 +135,9 @@ def check(place, algorithm, B, Hq, Hk, Nq, Nk, d, options):
     left_out = ("out_dtype", "layout", "kv_splits", "query_splits")
     given = {n: x for n, x in options.items() if n not in left_out}
     O, *arrays = (by_heads(x, layout) for x in (O, *arrays))
-    rounded, bound = {"columns": plan.tiles.Bc}, BOUND
+    # Standard attention takes the maximum of the complete row.
+    columns = Nk if algorithm == "standard" else plan.tiles.Bc
+    rounded, bound = {"columns": columns}, BOUND
     if plan.kv_splits > 1:  # each thread block has a maximum of its own
         rounded, bound = {"columns": Nk + 1}, 4 * BOUND
     expected, lse = reference.attention_e4m3(*arrays, **scales, **rounded, return_lse=True, **given)
@@ -169,14 +180,52 @@ def test_a_plan_shows_how_values_are_stored_by_columns():
     assert [x.dtype for x in floats] == ["float32"]
 
 
+def test_a_plan_of_standard_attention_shows_p_in_one_byte():
+    plan = fa_numba.plan(SHAPE, SHAPE, dtype=E4M3, algorithm="standard", out_dtype="float32")
+    found = [(x.name, x.dtype, x.nbytes) for x in plan.workspace]
+    assert found == [
+        ("S", "float16", 2 * 2 * 200 * 208),
+        ("P", E4M3, 2 * 200 * 208),
+        ("l", "float32", 4 * 2 * 200),
+    ]
+    assert [x.dtype for x in plan.outputs] == ["float32"]
+
+
+def test_a_row_that_does_not_fit_is_read_twice():
+    sizes = 1, 1, 1, 3, 37, 16
+    case = {**dict.fromkeys(OPTIONS[:3], "heads"), "tiles": Tiles(16, 16)}
+    with mock.patch.object(standard, "row_elements", lambda *_, **__: 0):
+        check("emulator", "standard", *sizes, case)
+
+
+def test_standard_attention_needs_a_gpu_that_converts_e4m3():
+    how = {"dtype": E4M3, "algorithm": "standard"}
+    with device.planning_for((8, 9), 101376, 128):
+        assert fa_numba.plan(SHAPE, SHAPE, **how).unit == "mma"
+    with (
+        device.planning_for((8, 0), 166912, 108),
+        refused(ValueError, ["float8_e4m3fn arrays on a GPU of compute capability below 8.9"]),
+    ):
+        fa_numba.plan(SHAPE, SHAPE, **how)
+
+
 REFUSED = [
-    ({"algorithm": "standard"}, "the forward pass of algorithms 'fa1' and 'fa2'"),
+    ({"algorithm": "standard", "alibi_slopes": (2,)}, "'standard', which then takes the options"),
+    (
+        {"algorithm": "standard", "passes": "bwd"},
+        "got float8_e4m3fn, which is for the forward pass",
+    ),
+    ({"algorithm": "standard", "unit": "wgmma"}, "the forward pass of algorithm 'standard'; pass"),
+    (
+        {"algorithm": "standard", "tiles": Tiles(192, 64), "k_scale": (1, 1, 2)},
+        "tiles.Br must divide 128 with scales of blocks of 128 rows, got 192",
+    ),
     ({"passes": "bwd"}, "q, k and v must be float32, float16 or bfloat16 in the backward pass"),
     ({"bias": (1, 1, 1, 1)}, "bias cannot be given with float8_e4m3fn arrays"),
     ({"dropout_p": 0.1}, "dropout_p cannot be given with float8_e4m3fn arrays"),
     ({"sinks": (2,)}, "sinks cannot be given with float8_e4m3fn arrays"),
     ({"algorithm": "fa1", "kv_lens": [7]}, "kv_lens cannot be given with float8_e4m3fn arrays"),
-    ({"unit": "mma"}, "unit must be 'auto' or 'wgmma' for float8_e4m3fn, got 'mma'"),
+    ({"unit": "mma"}, "does not support float8_e4m3fn arrays in algorithm 'fa2'; pass unit='auto'"),
     ({"tiles": Tiles(128, 48)}, "tiles.Bc must be a multiple of 32 for float8_e4m3fn"),
     ({"q_scale": 0.0}, "q_scale must be a positive finite number"),
     ({"k_scale": (2, 2)}, "k_scale must have shape (1, 1) or (1, 1, 2) (batch entries, heads,"),

@@ -8,6 +8,7 @@ from fa_numba.kernels.mma import (
     rows,
     standard,
     standard_backward,
+    standard_e4m3,
 )
 
 __all__ = [
@@ -18,4 +19,5 @@ __all__ = [
     "rows",
     "standard",
     "standard_backward",
+    "standard_e4m3",
 ]

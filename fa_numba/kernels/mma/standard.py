@@ -20,7 +20,7 @@ from functools import cache
 from numba import types
 
 from fa_numba.device import cuda, float32, uint32
-from fa_numba.device.signature import array_type, half_type
+from fa_numba.device.signature import array_type, byte_type, half_type
 from fa_numba.intrinsics.arithmetic import LN2, NEG_INF, log2, maximum
 from fa_numba.intrinsics.async_copy import commit_async, wait_async
 from fa_numba.intrinsics.shared import half_tile, shared_tile
@@ -50,9 +50,9 @@ def make_standard_scores(spec, slopes=False):
     NQ, NK, NS = spec.tile_halves
     AT_K, AT_S = NQ, NQ + NK
 
-    halves = half_type(4)
+    matrix = byte_type(4) if spec.features.scales else half_type(4)
     scalars = (types.float32, types.int32)
-    arguments = (*[halves] * 3, *scalars, spec.features.argument_type)
+    arguments = (matrix, matrix, half_type(4), *scalars, spec.features.argument_type)
     shared_bytes, min_blocks = 2 * (NQ + NK + NS), spec.min_blocks_of_scores
 
     @cuda.jit(arguments, spec.threads, shared_bytes, min_blocks)
@@ -75,6 +75,7 @@ def make_standard_scores(spec, slopes=False):
         wait_async()
         cuda.syncthreads()  # Qi is there
         products.load_fragments(rQ, sQ, warp_row)
+        factor = products.score_factor(scale, head)
         j0 = uint32(0)
         while j0 < j_end:
             wait_async()
@@ -88,7 +89,7 @@ def make_standard_scores(spec, slopes=False):
                 scores.slopes(rS, rS, scale, tile)
                 epilogue.times_scores(rS, Sh, i0, head.Nq, j0, head.Nk, thread)
             else:
-                scores.scale_and_mask_all(rS, scale, tile)
+                scores.scale_and_mask_all(rS, products.tile_factor(factor, tile), tile)
             epilogue.store_scores(sS, rS, thread)
             cuda.syncwarp()  # this warp's rows of Sij are there
             epilogue.write_scores(sS, Sh, warp_row, i0, head.Nq, j0, head.Nk)

@@ -73,6 +73,7 @@ class products:
     from fa_numba.parts.mma.products import make_add_output as add_output
     from fa_numba.parts.mma.products import make_add_stage as add_stage
     from fa_numba.parts.mma.products import make_add_stage_transposed as add_stage_transposed
+    from fa_numba.parts.mma.products import make_divide_rows as divide_rows
     from fa_numba.parts.mma.products import make_dq as dq
     from fa_numba.parts.mma.products import make_finish_output as finish_output
     from fa_numba.parts.mma.products import make_load_fragments as load_fragments
@@ -81,6 +82,7 @@ class products:
     from fa_numba.parts.mma.products import make_scores as scores
     from fa_numba.parts.mma.products import make_store_ds as store_ds
     from fa_numba.parts.mma.products import make_store_p as store_p
+    from fa_numba.parts.fragments.planes import make_tile_factor as tile_factor
     from fa_numba.parts.fragments.planes import make_units as units
     from fa_numba.parts.mma.products import make_value_scores as value_scores
     from fa_numba.parts.layout import make_warp_column as warp_column

@@ -1,5 +1,6 @@
 """A thread's part of O and S on tensor cores, moved between registers and memory."""
 
+from dataclasses import replace
 from functools import cache
 
 from fa_numba.device import cuda, device_function, int32, int64, uint32
@@ -97,6 +98,18 @@ def _write_values_of_heads(spec):
                 V[row, uint32(place % uint32(heads))] = rv[i]
 
     return write_values
+
+
+@cache
+def make_write_as(spec, dtype):
+    """Make ``write_as(rO, O, row0, rows_end, thread)``, which writes a thread's part of a tile of O
+    in ``dtype``: float32, or a 16-bit dtype to which O is rounded.
+
+    ``fragments.rows.make_write_rows`` explains the arguments.
+    """
+    if dtype == "float32":
+        return make_write_fragments(spec)
+    return make_write_rows(replace(spec, dtype=dtype))
 
 
 @part

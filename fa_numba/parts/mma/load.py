@@ -17,6 +17,7 @@ from fa_numba.intrinsics.async_copy import (
 )
 from fa_numba.intrinsics.shared import half_tile, shared_tile, store2
 from fa_numba.parts.mma.chunks import ChunkMap, make_first_chunk, make_turn
+from fa_numba.parts.mma.e4m3 import make_widened_tile
 from fa_numba.parts.mma.swizzle import make_exchange, make_first_place
 from fa_numba.parts.namespace import part
 from fa_numba.parts.pages import make_page_of, turns_in_a_page
@@ -39,6 +40,8 @@ def _make_load_halves(rows, spec, page_size=0, of_v=False):
       A ``page_size`` of 0 means that T has no pages.
     - If ``ablate`` switches off prefetching, the function waits until its copies are complete.
     """
+    if spec.features.scales:
+        return _make_load_widened(rows, spec)
     places, d = (spec.value_rows, spec.row_halves_v) if of_v else (spec.rows, spec.row_halves)
     scaled = page_size > 0 and spec.features.page_scales
     if scaled:
@@ -52,6 +55,19 @@ def _make_load_halves(rows, spec, page_size=0, of_v=False):
         if not prefetches:
             commit_async()
             wait_async()
+
+    return load_halves
+
+
+@part
+def _make_load_widened(rows, spec):
+    """Make ``load_halves(sT, T, row0, rows_end)``, which loads a tile of T in e4m3 to sT, and
+    converts it to float16. ``_make_load_halves`` explains the arguments.
+    """
+    load, d = make_widened_tile(rows, spec.rows, spec.threads), spec.head_dim
+
+    def load_halves(sT, T, row0, rows_end):
+        load(sT, 0, T, row0, rows_end, 0, d)
 
     return load_halves
 
@@ -412,6 +428,8 @@ def make_p(spec):
 
     ``make_half_tile`` explains the arguments. Standard attention uses the function.
     """
+    if spec.features.scales:
+        return make_widened_tile(spec.Br, spec.rows_p, spec.threads)
     return make_half_tile(spec.Br, spec.rows_p, spec.threads, True)
 
 
@@ -436,6 +454,8 @@ def make_step(spec):
     Standard attention uses the function.
     """
     load = make_half_tile(spec.step, spec.value_rows, spec.threads, spec.aligned)
+    if spec.features.scales:
+        load = make_widened_tile(spec.step, spec.value_rows, spec.threads)
     d = spec.d_v
 
     def step(sT, place, T, row0, rows_end):

@@ -18,13 +18,16 @@ from fa_numba.intrinsics.shared import store2
 from fa_numba.parts.dropout import kept_if
 from fa_numba.parts.fragments.pairs import conversions
 from fa_numba.parts.fragments.planes import make_score_factor as make_score_factor
+from fa_numba.parts.fragments.planes import make_tile_factor as make_tile_factor
 from fa_numba.parts.fragments.planes import make_units as make_units
 from fa_numba.parts.layout import make_column, make_row
 from fa_numba.parts.layout import make_warp_column as make_warp_column
 from fa_numba.parts.mma import planes, widened
+from fa_numba.parts.mma.e4m3 import P_FACTOR
 from fa_numba.parts.mma.fragments import make_load_fragment, make_place
 from fa_numba.parts.mma.swizzle import make_further
 from fa_numba.parts.namespace import part
+from fa_numba.parts.softmax import make_normalise_rows
 from fa_numba.tiling.mma_rows import CHUNK
 
 
@@ -259,6 +262,25 @@ def make_add_stage(spec):
     """
     sizes = spec.TM // 2, spec.DN, spec.step // 16
     return _make_add_shared_product(*sizes, spec.rows_p, spec.value_rows, spec.dtype, False)
+
+
+@part
+def make_divide_rows(spec):
+    """Make ``divide_rows(rO, rl, head)``, which divides each row of O by its l and by the factor of
+    P in e4m3, and multiplies O by the scale of V.
+
+    A row without a visible column has l = 0. Its O becomes 0. Standard attention of e4m3 arrays
+    uses the function.
+    """
+    TM, normalise_rows = spec.TM, make_normalise_rows(spec)
+
+    def divide_rows(rO, rl, head):
+        factor = P_FACTOR / head.options.v_scale[head.b, head.hk]
+        for i in range(TM):
+            rl[i] *= factor
+        normalise_rows(rO, rl)
+
+    return divide_rows
 
 
 @cache
