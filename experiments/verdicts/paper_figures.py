@@ -4,9 +4,19 @@ import re
 from functools import partial
 from typing import Any
 
-from experiments import fa4_softmax, io_vs_head_dim, io_vs_sram, numerics, runtime_memory
+from experiments import (
+    fa4_softmax,
+    fp8_errors,
+    io_vs_head_dim,
+    io_vs_sram,
+    numerics,
+    runtime_memory,
+    speed_fp8,
+)
 from experiments.beside import unfused_steps
+from experiments.lab.measure.series import HOPPER
 from experiments.lab.record import Row
+from fa_numba.dtypes import E4M3
 
 from .evidence import Quantity, paper, rows
 from .questions import Pair, Pairs, declared, table
@@ -310,6 +320,19 @@ def rmse(over: str, under: str) -> Pair:
             theirs(method="Standard") / theirs(method="FlashAttention-2"))  # fmt: skip
 
 
+FP8_GAIN, FP8_SPEED = 2.6, 1200.0  # said in the FA-3 paper's abstract; TFLOP/s
+
+
+def fp8_rmse(series: str, variant: str) -> Quantity:
+    """Return RMSEs with e4m3 inputs that have outliers, by head dimension, at N=16k.
+
+    `variant` says how the inputs are quantised.
+    """
+    return rows(fp8_errors.NAME, "head_dim", series=series, metric="rmse", dtype=E4M3.name,
+                source="measured", place=f"{numerics.OUTLIERS}, {variant}",
+                seqlen_q=fp8_errors.STANDARD_LONGEST)  # fmt: skip
+
+
 def decoding(experiment: str, series: str, method: str, first: int, last: int) -> Pair:
     """Return how decoding times grow with the number of keys: our times and published times.
 
@@ -352,6 +375,12 @@ PAIRS |= {
         "our kernels": rmse("standard-mma", "fa2-mma"),
         "torch's kernels": rmse("torch-unfused", "torch-fa2"),
     },
+    "fa3-table3-fp8": {"our kernels": (
+        fp8_rmse(fp8_errors.STANDARD, fp8_errors.TENSOR)
+        / fp8_rmse(fp8_errors.FA2, fp8_errors.BOTH), FP8_GAIN)},
+    "fa3-words-fp8": {"our FA-2": (
+        rows(speed_fp8.NAME, "head_dim", "seqlen_q", series=HOPPER, metric="speed",
+             dtype=E4M3.name, causal=False, source="measured").most(), FP8_SPEED)},
     "decoding-whole, flat": {"FA-2": decoding(*WHOLE, 256, 4096)},
     "decoding-whole, growing": {"FA-2": decoding(*WHOLE, 4096, 131072)},
     "decoding-split, flat": {"FA-2 with key splits": decoding(*SPLIT, 256, 65536)},
