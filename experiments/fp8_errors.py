@@ -108,9 +108,9 @@ def _row(series: str, problem: Problem, machine: str | None, note: str, metric: 
 
 def options_of(series: str, problem: Problem) -> dict[str, Any]:
     """Return the options of a call of a series: algorithm, unit, and numbers of splits."""
-    if series == STANDARD:
-        return {"algorithm": "standard"}
     found: dict[str, Any] = {"algorithm": algorithm(series), "unit": unit(series)}
+    if series == STANDARD:
+        return found
     if series == FA1:
         return found | {"query_splits": min(QUERY_SPLITS, max(1, problem.seqlen_q // ROW_TILE))}
     return found | {"kv_splits": 1}
@@ -135,6 +135,7 @@ def _plans(problems: Iterable[Problem]) -> Iterator[fa_numba.Plan]:
     for problem in problems:
         for series, per in itertools.product((FA1, FA2), ("tensor", "block")):
             yield plan_of(series, problem, per)
+        yield plan_of(STANDARD, problem, "tensor")
         if problem.seqlen_q in SPLIT_SEQLENS:
             few = replace(problem, seqlen_q=SAMPLED)
             yield plan_of(FA2, few, "tensor", kv_splits=SPLITS[-1])
@@ -206,11 +207,8 @@ class Case:
             for series in ALONE.values():
                 if series != ALONE["p"]:
                     yield series, E4M3.name, note, partial(stored.alone, series)
-            if variant == TENSOR:
-                for series in standard:
-                    yield series, E4M3.name, note, partial(stored.standard, series)
-            for series in (FA1, FA2):
-                yield series, E4M3.name, note, partial(stored.flash, series)
+            for series in (*(standard if variant == TENSOR else ()), FA1, FA2):
+                yield series, E4M3.name, note, partial(stored.measured, series)
             yield ALL, E4M3.name, note, stored.all_rounded
             if variant == TENSOR and N in SPLIT_SEQLENS:
                 for splits in SPLITS:
@@ -218,7 +216,9 @@ class Case:
                     yield KEY_SPLITS, E4M3.name, at, partial(stored.with_splits, splits)
 
     def tile(self, series: str, variant: str) -> int:
-        """Return the number of columns of the tiles of a call."""
+        """Return the number of columns of which P is rounded with the same maximum of a row."""
+        if series == STANDARD:
+            return self.problem.seqlen_k
         return plan_of(series, self.problem, VARIANTS[variant][0]).tiles.Bc
 
     def errors(self, got: Any) -> dict[str, float]:
@@ -236,8 +236,6 @@ class Case:
     def errors_in_half(self, series: str) -> dict[str, float]:
         """Return the errors of a call in float16."""
         given = options_of(series, self.problem)
-        if series == STANDARD:
-            given["unit"] = unit(series)
         return self.errors(self.sampled(fa_numba.attention(*self.arrays, **given)))
 
 
@@ -288,18 +286,10 @@ class Stored:
         """Return the errors of a float64 result in which Q, K, P and V are rounded."""
         return self.case.errors(self.expected(self.case.tile(FA2, self.variant)))
 
-    def call(self, series: str) -> np.ndarray:
-        """Return the sampled rows of a call."""
+    def measured(self, series: str) -> dict[str, float]:
+        """Return the errors of a call, also compared with the same rounded operands."""
         given = self.scales | options_of(series, self.case.problem)
-        return self.case.sampled(fa_numba.attention(*self.arrays, **given))
-
-    def standard(self, series: str) -> dict[str, float]:
-        """Return the errors of standard attention."""
-        return self.case.errors(self.call(series))
-
-    def flash(self, series: str) -> dict[str, float]:
-        """Return the errors of flash attention, also compared with the same rounded operands."""
-        out = self.call(series)
+        out = self.case.sampled(fa_numba.attention(*self.arrays, **given))
         right = rounded.narrow(self.expected(self.case.tile(series, self.variant)))
         return self.case.errors(out) | {KERNEL_ERROR: errors_of(out, right)["error"]}
 
@@ -464,13 +454,21 @@ def sums(rows: Sequence[Row]) -> tables.Table | None:
     """Return the table of errors that the sums in tensor cores cause."""
     found, lines = curves(rows, KERNEL_ERROR), []
     for kind, d, N in itertools.product(KINDS, HEAD_DIMS, SEQLENS):
-        keys = [of_e4m3(series, kind, TENSOR, d) for series in (FA1, FA2)]
+        keys = [of_e4m3(series, kind, TENSOR, d) for series in (STANDARD, FA1, FA2)]
         keys += [of_e4m3(KEY_SPLITS, kind, f"{n} splits", d) for n in SPLITS]
         keys += [(E4M3.name, series, kind, d) for series in SUMS.values()]
         cells = [tables.number(found.get(key, {}), N, ".1e") for key in keys]
         if set(cells) != {tables.MISSING}:
             lines.append([kind, str(d), style.short(N), *cells])
-    header = ["inputs", "d", "N", "FA-1", "FA-2", *(f"FA-2, {n} key splits" for n in SPLITS)]
+    header = [
+        "inputs",
+        "d",
+        "N",
+        "standard",
+        "FA-1",
+        "FA-2",
+        *(f"FA-2, {n} key splits" for n in SPLITS),
+    ]
     header += ["rule, only S", "rule, P V as one sum", "rule, P V tile by tile"]
     caption = (
         "The table of sums contains relative errors. The result is compared with a float64 result "

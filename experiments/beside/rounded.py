@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from fa_numba import reference
-from fa_numba.emulator.products import _summed_in_few_bits as summed_in_few_bits
+from fa_numba.emulator.products import summed_in_few_bits
 from fa_numba.intrinsics.float8 import LARGEST, NUMBERS_E4M3, bits_e4m3
 
 from ..lab.measure import peers

@@ -78,7 +78,7 @@ def _exponents(x: np.ndarray) -> np.ndarray:
     return (x.view(np.uint32) & np.uint32(0x7F800000)).view(np.float32)
 
 
-def _summed_in_few_bits(
+def summed_in_few_bits(
     C: np.ndarray, A: np.ndarray, B: np.ndarray, steps: int, bits: int
 ) -> np.ndarray:
     """Return C + A B as tensor cores compute it whose sums keep `bits` fraction bits.
@@ -293,7 +293,7 @@ class Products(Boxes):
         steps     number of `wgmma` instructions. Each instruction multiplies 16 columns of A and
                   of B, so that A and B have 16 * `steps` columns
         kept_bits
-                  number of fraction bits that sums keep (see `_summed_in_few_bits`); None if
+                  number of fraction bits that sums keep (see `summed_in_few_bits`); None if
                   sums are in single precision
         """
         if n % 8 or not 8 <= n <= 256:
@@ -337,7 +337,7 @@ class Products(Boxes):
             if kept_bits is None:
                 C = _summed(C, left, right)
             else:
-                C = _summed_in_few_bits(C, left, right, steps, kept_bits)
+                C = summed_in_few_bits(C, left, right, steps, kept_bits)
             parts = C.reshape(4, 2, 8, n // 8, 4, 2).transpose(1, 3, 5, 0, 2, 4)
             old[:, lanes] = parts.reshape(-1, WARPGROUP)
             here = np.zeros(self.group.count, bool)

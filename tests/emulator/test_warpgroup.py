@@ -23,7 +23,7 @@ from fa_numba.emulator import (
     SharedHazard,
     UninitialisedRead,
 )
-from fa_numba.emulator.products import _summed_in_few_bits
+from fa_numba.emulator.products import summed_in_few_bits
 from fa_numba.intrinsics.barriers import sync_named
 from fa_numba.intrinsics.bulk_copy import fence_async_proxy, load_box
 from fa_numba.intrinsics.float8 import NUMBERS_E4M3
@@ -204,7 +204,7 @@ def test_sums_of_e4m3_are_those_of_an_h200():
     A, B = (NUMBERS_E4M3[x.reshape(-1, 32)] for x in (a, b))
     C, D = (x.view("<f4") for x in (c, d))
     each = zip(C[:, None, None], A[:, None], B[:, None], strict=True)
-    made = [_summed_in_few_bits(*x, 1, 13) for x in each]
+    made = [summed_in_few_bits(*x, 1, 13) for x in each]
     assert np.array_equal(np.ravel(made), D, equal_nan=True)
 
 
