@@ -4,8 +4,8 @@ The memory levels are DRAM, L2 and shared memory, as in the FlashAttention paper
 Kernels that only read give the bandwidths. The bandwidth of global memory is measured over the size
 of the array that a kernel reads repeatedly. The latencies are measured by pointer chasing, in which
 each read begins when the read before it has ended. Matrix products by torch give the peak speed.
-The attention kernels are the kernels on CUDA cores in fp32, and on mma in fp16. The FLOPs, the measured
-bytes and the time of a kernel give the kernel's position below the roofs.
+The attention kernels are the kernels on CUDA cores in fp32, and on mma in fp16. The FLOPs, the
+measured bytes and the time of a kernel give the position of the kernel below the roofs.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

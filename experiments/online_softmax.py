@@ -4,7 +4,8 @@ The experiment repeats arXiv 1805.02867: softmaxes of 4000 and of 10 vectors, ov
 vector. The accesses per element are computed by closed forms and counted. On a GPU, the three
 softmaxes and torch's softmax are timed. The safe softmax, the online softmax and torch's softmax
 are also timed inside unfused attention. The accesses of standard attention are compared with the
-accesses of both flash orders.
+accesses of both flash orders. A further part finds the K largest probabilities of vectors, after
+a softmax and in one kernel with the softmax.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,7 @@ import fa_numba
 from fa_numba import device, io_model
 from fa_numba.problem import Problem
 
+from .beside import softmax_top_k
 from .lab.measure import counts, peers
 from .lab.measure.calls import time_row
 from .lab.measure.check import Gate, gate, to_host
@@ -76,6 +78,8 @@ def sweep_of(row: Row) -> str:
     In the sweeps of softmaxes, the length of the vectors varies. In the sweeps of attention, the
     sequence length varies.
     """
+    if row.series in softmax_top_k.SERIES:
+        return softmax_top_k.sweep_of(row)
     if row.series in LABELS:
         return f"length of {row.batch} vectors"
     return "seqlen, unfused" if row.series in UNFUSED else "seqlen, one head"
@@ -93,6 +97,9 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
     softmaxes = [(series, COUNTED_BATCH, V) for V in counted for series in SERIES]
     for item in softmaxes:
         yield from _model(*item)
+    top_k = [(series, COUNTED_BATCH, V) for V in counted for series in softmax_top_k.OURS]
+    for item in top_k:
+        yield from softmax_top_k.model(NAME, *item)
     for problem in (*problems, one_head(LONG_SEQLEN, 64)):
         for series in ATTENTION:
             with device.using("emulator"):
@@ -100,6 +107,7 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
             yield from _attention(series, problem, planned.tiles, planned.accesses, MODEL)
 
     work: list[tuple[Callable, Any, Any, Any]] = [(_count, *item) for item in softmaxes]
+    work += [(_count_top_k, *item) for item in top_k]
     work += [(_overflow, series, 1, QUICK_LENGTHS[0]) for series in SERIES]
     inputs = Inputs()
     work += [(_count_attention, s, p, inputs) for p in problems for s in ATTENTION]
@@ -108,7 +116,11 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
     )
 
     if bench.machine is not None:
-        yield from _times(QUICK_LENGTHS if options.quick else LENGTHS, bench)
+        lengths = QUICK_LENGTHS if options.quick else LENGTHS
+        yield from _times(lengths, bench)
+        everything = device.to_gpu(vectors(max(BATCHES) * max(lengths)))
+        yield from softmax_top_k.times(NAME, everything, lengths, BATCHES, bench)
+        del everything
         if peers.available() and not options.quick:
             yield from _unfused_times(bench, UNFUSED_SEQLENS)
 
@@ -122,6 +134,10 @@ def _count(series: str, batch: int, V: int) -> Iterator[Row]:
     with fa_numba.count_accesses() as counted:
         fa_numba.softmax(vectors(batch * V).reshape(batch, V), algorithm=algorithm(series))
     yield from counts.totals(counted, **of_vectors(series, batch, V, EMULATOR))
+
+
+def _count_top_k(series: str, batch: int, V: int) -> Iterator[Row]:
+    yield from softmax_top_k.count(NAME, series, batch, V, vectors(batch * V).reshape(batch, V))
 
 
 def _overflow(series: str, batch: int, V: int) -> Iterator[Row]:
@@ -251,9 +267,11 @@ Times = dict[tuple[str, int, int], float]
 def times(rows: Sequence[Row]) -> Times:
     """Return times in ms as {(series, number of vectors, length): time}.
 
-    For attention, the number of vectors is the batch size, and the length is N.
+    For attention, the number of vectors is the batch size, and the length is N. The times of
+    softmaxes with top-k are not included.
     """
-    return values(rows, "series", "batch", "seqlen_q", metric="time")
+    series = (*LABELS, *UNFUSED)
+    return values(rows, "series", "batch", "seqlen_q", metric="time", series=series)
 
 
 def over_safe(found: Times, series: str, batch: int) -> dict[int, float]:
@@ -271,14 +289,20 @@ def over_safe(found: Times, series: str, batch: int) -> dict[int, float]:
 def draw(rows: Sequence[Row]) -> Any:
     """Draw the accesses per element, and the speeds of the softmaxes over the length of a vector.
 
-    Return None without accesses or without times.
+    If there are times of softmaxes with top-k, a further panel shows their speeds. Return None
+    without accesses or without times.
     """
     counted = an_element(rows, "counted") or an_element(rows, "model")
     found = times(rows)
     if not counted or not found:
         return None
-    figure, axes = style.new(1, 1 + len(BATCHES), 4.2, width_ratios=(1.1, 1, 1))
-    left, *others = axes[0]
+    if softmax_top_k.times_of(rows):
+        figure, axes = style.new(2, 2, 7.6)
+        left, *others, last = axes.flat
+        softmax_top_k.panel(last, rows, BATCHES[0])
+    else:
+        figure, axes = style.new(1, 1 + len(BATCHES), 4.2, width_ratios=(1.1, 1, 1))
+        left, *others = axes[0]
     _bars(left, counted)
     for ax, batch in zip(others, BATCHES, strict=True):
         _speeds(ax, found, batch)
@@ -407,4 +431,4 @@ def inside(rows: Sequence[Row]) -> tables.Table | None:
     return tables.of(caption, header, lines)
 
 
-TABLES = {"online_softmax_inside": inside}
+TABLES = {"online_softmax_inside": inside, "online_softmax_top_k": softmax_top_k.table}

@@ -13,7 +13,7 @@ from experiments import (
     runtime_memory,
     speed_fp8,
 )
-from experiments.beside import unfused_steps
+from experiments.beside import softmax_top_k, unfused_steps
 from experiments.lab.measure.series import HOPPER
 from experiments.lab.record import Row
 from fa_numba.dtypes import E4M3
@@ -366,6 +366,26 @@ def softmax_over_online(series: str) -> Quantity:
     return times(series=series) / times(series="softmax-online")
 
 
+def top_k_over_fused(*by: str, **fields: Any) -> Quantity:
+    """Return the time of safe softmax and then top-k / the time of the fused kernel.
+
+    There is one number for each combination of values in the columns `by`. `fields` select rows.
+    """
+    times = partial(rows, "online_softmax", *by, **TIMES, **fields)
+    return times(series="safe-top-k") / times(series=softmax_top_k.FUSED)
+
+
+def accesses_with_top_k(series: str) -> Quantity:
+    """Return the counted accesses per element of a softmax with top-k, from 1000 elements on."""
+    of = rows("online_softmax", "seqlen_q", series=series, source="counted",
+              metric=("loads", "stores"),
+              value=lambda row: row.number / (row.batch * row.seqlen_q))  # fmt: skip
+    return of.where(lambda V: V >= 1000)
+
+
+# K -> how many times as fast as safe softmax and then top-k the fused kernel is said to be.
+SAID_OF_TOP_K = {5: 5.0, 10: 3.5, 15: 2.0, 30: 1.4}
+LONG_VECTORS = {"batch": softmax_top_k.BATCH_OF_PAPER, "seqlen_q": softmax_top_k.V_OF_PAPER}
 ACCESSES = partial(paper, paper="online-softmax", item="text")
 SOFTMAXES: Pairs = {
     name: (softmax(name), ACCESSES(method=name)) for name in ("naive", "safe", "online")
@@ -386,6 +406,18 @@ PAIRS |= {
     "decoding-split, flat": {"FA-2 with key splits": decoding(*SPLIT, 256, 65536)},
     "decoding-split, growing": {"FA-2 with key splits": decoding(*SPLIT, 65536, 131072)},
     "softmax-accesses": SOFTMAXES,
+    "softmax-top-k-accesses": {
+        label: (accesses_with_top_k(series), ACCESSES(method=method))
+        for label, series, method in (
+            ("safe, then top-k", "safe-top-k", "safe softmax then TopK"),
+            ("online, then top-k", "online-top-k", "online softmax then TopK"),
+            ("fused", softmax_top_k.FUSED, "online softmax+TopK fused"))},
+    "softmax-top-k-lengths": {"K=5, safe and then top-k / fused": (
+        top_k_over_fused("batch", "seqlen_q", place="K=5"), Bounds(1.5, 5))},
+    "softmax-top-k-speed": {
+        f"K={k}, safe and then top-k / fused": (
+            top_k_over_fused(place=f"K={k}", **LONG_VECTORS), said)
+        for k, said in SAID_OF_TOP_K.items()},
     "softmax-speed": {"largest ratio, safe / online": (
         softmax_over_online("softmax-safe").most().most(),
         paper(paper="online-softmax", item="abstract"))},

@@ -380,6 +380,26 @@ def softmax(x: Any) -> Callable[..., Any]:
     return lambda out=None: torch.softmax(viewed, dim=-1)
 
 
+def top_k(x: Any, k: int) -> Callable[..., Any]:
+    """Return a function that computes torch's softmax of the rows of `x`, and its largest elements.
+
+    Parameters
+    ----------
+    x : array
+        On the GPU; viewed, not copied.
+    k : int
+        Number of elements of each row.
+
+    Returns
+    -------
+    callable
+        Takes the argument `out`, ignores it, and returns the `k` largest probabilities of each row
+        in falling order, and their indices.
+    """
+    viewed = torch.as_tensor(x, device="cuda")
+    return lambda out=None: tuple(torch.topk(torch.softmax(viewed, dim=-1), k, dim=-1))
+
+
 def matmul(size: int, dtype: str) -> Callable[[], Any]:
     """Return a function that multiplies two random square matrices with torch.
 
