@@ -565,25 +565,27 @@ def flash_attention_2(
 
     The names for ``ablate`` are:
 
-    =============== ======= ==================================================================
-    name            unit    what is switched off
-    =============== ======= ==================================================================
-    "swizzle"       "mma"   swizzled rows in shared memory; rows are padded instead
-    "padding"       "mma"   padding of rows too; only together with "swizzle"
-    "prefetch"      "mma"   loads of the next tiles during the products
-    "q_registers"   "mma"   keeping the fragments of Q in registers
-    "folded_scale"  "mma"   folding the scale of the scores into the exponent
-    "wide_stores"   "mma"   16-byte stores of O
-    "turns"         "wgmma" alternating the consumer warpgroups: one multiplies while another
-                            computes a softmax
-    "overlap"       "wgmma" products of a warpgroup during the softmax of the same warpgroup
-    "persistent"    "wgmma" persistent thread blocks; only together with "counter"
-    "counter"       "wgmma" counter that hands out row tiles to persistent thread blocks
-    "ahead"         "wgmma" starting the first product of the next row tile before the current
-                            row tile ends
-    "late"          "wgmma" requesting the next row tile late, instead of as soon as a slot of
-                            Q is empty
-    =============== ======= ==================================================================
+    ================ ======= ==================================================================
+    name             unit    what is switched off
+    ================ ======= ==================================================================
+    "swizzle"        "mma"   swizzled rows in shared memory; rows are padded instead
+    "padding"        "mma"   padding of rows too; only together with "swizzle"
+    "prefetch"       "mma"   loads of the next tiles during the products
+    "q_registers"    "mma"   keeping the fragments of Q in registers
+    "folded_scale"   "mma"   folding the scale of the scores into the exponent
+    "wide_stores"    "mma"   16-byte stores of O
+    "turns"          "wgmma" alternating the consumer warpgroups: one multiplies while another
+                             computes a softmax
+    "overlap"        "wgmma" products of a warpgroup during the softmax of the same warpgroup
+    "persistent"     "wgmma" persistent thread blocks; only together with "counter"
+    "counter"        "wgmma" counter that hands out row tiles to persistent thread blocks
+    "ahead"          "wgmma" starting the first product of the next row tile before the current
+                             row tile ends
+    "late"           "wgmma" requesting the next row tile late, instead of as soon as a slot of
+                             Q is empty
+    "specialisation" "wgmma" warpgroup that only loads tiles; only together with "persistent"
+                             and "counter", and without block_table or block_mask
+    ================ ======= ==================================================================
 
     Examples
     --------

@@ -239,6 +239,7 @@ def _measures(choices: Choices, unit: Unit) -> tuple[str, ...]:
     for name, needed, why in (
         ("padding", "swizzle", "only rows that are not swizzled are padded"),
         ("persistent", "counter", "only persistent thread blocks take row tiles from a counter"),
+        ("specialisation", "persistent", "without a producer, a thread block has one row tile"),
     ):
         if name in names and needed not in names:
             raise ValueError(

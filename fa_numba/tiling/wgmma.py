@@ -43,9 +43,9 @@ _BESIDE_SUMS = 30
 _POOL, _MEMORY, _RESERVED = 65536, 228 * 1024, 1024
 MOST_BLOCKS = 3  # most thread blocks with one consumer that share a multiprocessor
 # Measures that `ablate` can switch off in FA-2's forward kernel, see the properties of WgmmaSpec:
-# takes_turns, overlaps, persistent, counts_tiles, begins_next, takes_late.
+# takes_turns, overlaps, persistent, counts_tiles, begins_next, takes_late, specialised.
 WGMMA_MEASURES = dict.fromkeys(
-    ("turns", "overlap", "persistent", "counter", "ahead", "late"), ("fa2",)
+    ("turns", "overlap", "persistent", "counter", "ahead", "late", "specialisation"), ("fa2",)
 )
 # Three consumers have few registers to spare. They are counted in SPARE equal parts. _AHEAD parts
 # are needed to begin the next row tile's first product ahead (by what the assembler spills).
@@ -120,10 +120,11 @@ def spare_taken(features: Features) -> int:
 class WgmmaSpec(Spec):
     """A forward kernel on Hopper's tensor cores.
 
-    A thread block has one producer warpgroup, and ``consumers`` consumer warpgroups. A consumer has
-    64 rows of S and all columns. Four threads share two rows. Thread (ty, tx) of a consumer, with
-    tx from 0 to 3, has elements of the consumer's rows ty and ty + 8: the columns 2 tx and 2 tx + 1
-    of each 8 columns.
+    A thread block has one producer warpgroup, and ``consumers`` consumer warpgroups. If the measure
+    "specialisation" is switched off, there is no producer warpgroup, and a consumer thread loads
+    all tiles. A consumer has 64 rows of S and all columns. Four threads share two rows. Thread (ty,
+    tx) of a consumer, with tx from 0 to 3, has elements of the consumer's rows ty and ty + 8: the
+    columns 2 tx and 2 tx + 1 of each 8 columns.
 
     field      meaning
     dtype      dtype of the 16-bit matrices
@@ -180,6 +181,14 @@ class WgmmaSpec(Spec):
         return self.key_ends and self.per_half == 1
 
     @property
+    def specialised(self) -> bool:
+        """Whether a thread block has a producer warpgroup, which only loads tiles.
+
+        Otherwise a thread of the first consumer loads all tiles, and computes too.
+        """
+        return "specialisation" not in self.ablated
+
+    @property
     def takes_turns(self) -> bool:
         """Whether consumers begin their products one after the other (ping-pong)."""
         return self.consumers > 1 and "turns" not in self.ablated
@@ -201,11 +210,13 @@ class WgmmaSpec(Spec):
         case                                                                value
         shared memory has one slot for Q, so the next Q is not loaded yet   False
         "overlap" or "ahead" is switched off (``ablated``)                  False
+        "specialisation" is switched off: there is no next work tile        False
         three consumers, and options leave few registers (`spare_taken`)    False
         all other cases                                                     True
         """
         crowded = self.consumers == 3 and spare_taken(self.features) + _AHEAD > SPARE
-        return self.overlaps and self.q_stages > 1 and not crowded and "ahead" not in self.ablated
+        ready = self.specialised and self.q_stages > 1 and not crowded
+        return ready and self.overlaps and "ahead" not in self.ablated
 
     @property
     def takes_late(self) -> bool:
@@ -213,7 +224,7 @@ class WgmmaSpec(Spec):
 
         Otherwise a thread block takes its next work tile as soon as a slot of Q is empty.
         """
-        return "late" not in self.ablated
+        return self.specialised and "late" not in self.ablated
 
     @property
     def counts_tiles(self) -> bool:
@@ -247,14 +258,20 @@ class WgmmaSpec(Spec):
         return GROUP_ROWS
 
     @property
+    def first_consumer(self) -> int:
+        """Number of the first consumer thread in a block, after the producer warpgroup."""
+        return GROUP if self.specialised else 0
+
+    @property
     def threads(self) -> int:
-        return GROUP * (1 + self.consumers)
+        return self.first_consumer + GROUP * self.consumers
 
     @property
     def registers_at_first(self) -> int:
         """Number of registers of each thread at launch if thread blocks share a multiprocessor.
 
         After the launch, producer threads release registers, and consumer threads take them.
+        Without a producer warpgroup, this is the number also if there is only one thread block.
         """
         return _POOL // (self.blocks * self.threads) // 8 * 8
 
@@ -264,8 +281,11 @@ class WgmmaSpec(Spec):
 
         Producer threads release registers after the launch, and consumer threads take them. These
         are the numbers after this exchange. Options with which producers need more registers have
-        tables of their own at the top of this file.
+        tables of their own at the top of this file. Without a producer warpgroup, threads exchange
+        no registers. Both numbers are then the number of registers at launch.
         """
+        if not self.specialised:
+            return 2 * (min(_MOST_REGISTERS, self.registers_at_first),)
         if self.blocks > 1:
             few = REGISTERS[2][0]
             given = self.registers_at_first * self.threads - few * GROUP
@@ -409,10 +429,12 @@ class WgmmaSpec(Spec):
         tile (the pipeline ``late``)
 
         The threads that load K or V arrive for a slot of Q too, because they read the work tile
-        that belongs to the slot.
+        that belongs to the slot. Without a producer warpgroup, one thread loads Q, K and V, and
+        only the consumer warpgroups arrive for a slot of Q.
         """
         q, k, v, work, late = self.pipelines
-        readers, warps = self.consumers + self.column_producers, 4 * self.consumers
+        loaders = self.column_producers if self.specialised else 0
+        readers, warps = self.consumers + loaders, 4 * self.consumers
         return (
             (1, ((late.full, 1),)),
             (q.slots, ((work.full, 1), (q.full, 1), (q.empty, readers))),
@@ -525,10 +547,17 @@ def select_wgmma_spec(
     thread blocks if they fit, otherwise for two if they fit, otherwise for one.
 
     The number of slots for Q is max(2, stages), or 1 if shared memory does not hold more slots.
-    Raise ValueError as ``within_registers`` does, and for tiles that do not fit in shared memory.
+    Raise ValueError as ``within_registers`` does, for tiles that do not fit in shared memory, and
+    for pages or a block mask if the measure "specialisation" is switched off.
     """
     slots = {"stages": tiles.stages, "q_stages": max(2, tiles.stages)}
     spec = within_registers(WgmmaSpec, tiles, head_dim, **slots, **facts)
+    if not spec.specialised and (spec.features.page_size or spec.features.sparse):
+        option = "block_table" if spec.features.page_size else "block_mask"
+        raise ValueError(
+            f"ablate must not contain 'specialisation' with {option}, because only a producer "
+            f"warpgroup looks up which tile comes next, got ablate={spec.ablated!r}"
+        )
     if shares and spec.consumers == 1:
         for blocks in range(MOST_BLOCKS, 1, -1):
             several = replace(spec, blocks=blocks)

@@ -288,6 +288,7 @@ def _attend(algorithm="fa2", Nq=300, Nk=200, blocks=1, tiles=TWO_STAGES, **optio
 
 CAUSAL = {"causal": True, **UNIT}
 ALL = ("turns", "overlap", "persistent", "counter", "ahead", "late")
+ALONE = ("persistent", "counter", "specialisation")
 
 
 @pytest.mark.parametrize(
@@ -295,6 +296,7 @@ ALL = ("turns", "overlap", "persistent", "counter", "ahead", "late")
     [
         *((64, 1, ALL), (64, 2, ()), (128, 2, ALL[1:]), (128, 1, ALL[2:]), (192, 2, ("counter",))),
         (64, 1, ("ahead",)),
+        *((64, 1, ALL[1:4] + ALONE), (128, 2, ALONE), (192, 2, ALL[:1] + ALONE)),
     ],
 )
 def test_measures_left_out_change_no_result_and_no_access(rows, stages, ablate):
@@ -361,6 +363,11 @@ def test_measures_are_planned():
         ValueError, match="ablate must be a tuple of 'turns', 'overlap', 'persistent', 'count"
     ):
         grid(ablate="prefetch")
+    assert grid(tiles=tiles, ablate=ALONE) == (32 * 16, 1, 1)
+    with pytest.raises(ValueError, match="must contain 'persistent' if it .*'specialisation'"):
+        grid(ablate=ALONE[1:])
+    with pytest.raises(ValueError, match="must not contain 'specialisation' with block_mask"):
+        grid(tiles=tiles, ablate=ALONE, block_mask=(32, 32))
 
 
 FA1 = {"algorithm": "fa1", "Nk": 40, "tiles": Tiles(64, 16)}  # of three column tiles

@@ -32,7 +32,7 @@ def make_forward(spec):
     q_pipeline, k_pipeline, v_pipeline, *_ = wgmma.pipelines(spec)
     (RS, RO, RP), RB, TM = spec.tile_registers, spec.bias_registers, spec.TM
     Bc, ROWS, (FEW, MANY) = spec.Bc, spec.group_rows, spec.registers
-    OVERLAPS = spec.overlaps
+    OVERLAPS, SPECIALISED = spec.overlaps, spec.specialised
 
     @device_function
     def produce_rows(shared, work, w, Q):
@@ -70,7 +70,15 @@ def make_forward(spec):
             q_stage, q_phase = q_pipeline.next(q)
 
     @device_function
-    def consume(shared, work, out, scale):
+    def produce_first(shared, work, Q, K, V):
+        slot, n = Slot(uint32(0), uint32(1)), uint32(cuda.blockIdx.x)
+        if scheduler.announce(work, shared.bars, slot, n):
+            i0, head, j0, j_end = scheduler.give(work, shared.bars, slot, n)
+            load.q(shared, Q, i0, head, slot, uint32(0))
+            load.first_columns(shared, K, V, j0, j_end, head)
+
+    @device_function
+    def consume(shared, work, out, scale, K, V):
         rS, rBS = cuda.local.array(RS, float32), cuda.local.array(RB, float32)
         rP, rO = cuda.local.array(RP, uint32), cuda.local.array(RO, float32)
         rm, rl = cuda.local.array(TM, float32), cuda.local.array(TM, float32)
@@ -108,6 +116,7 @@ def make_forward(spec):
                     softmax.online_of_rows(rS, own_factor, rm, rl, rf)
                     softmax.drop(rS, tile)
                     products.round_p(rP, rS)
+                    load.refill_k(shared, K, j0, j_end, head, Slot(stage, phase))
                     j0 = scheduler.step(j_next)
                     # FA-1 line 5, FA-2 line 6: for each column tile j that is seen, after the first
                     while j0 < j_end:
@@ -131,6 +140,8 @@ def make_forward(spec):
                         softmax.exponentials(rS, own_factor, rm, rl)
                         softmax.drop(rS, tile)
                         products.round_p(rP, rS)
+                        load.refill_k(shared, K, j0, j_end, head, after)
+                        load.refill_v(shared, V, uint32(j0 - Bc), j_end, head, kv)
                         stage, phase = after
                         j0 = scheduler.step(j_next)
                     kv, q = Slot(stage, phase), Slot(q_stage, q_phase)
@@ -176,7 +187,7 @@ def make_forward(spec):
         work = scheduler.schedule(Q, K, taken, group, options)
         pipeline.begin(shared.bars)
         cuda.syncthreads()
-        if cuda.threadIdx.x < 128:
+        if SPECIALISED and cuda.threadIdx.x < 128:
             give_registers(FEW)
             w = load.warp()
             if load.produces_rows(w):
@@ -184,9 +195,12 @@ def make_forward(spec):
             elif load.produces_columns(w):
                 produce_columns(shared, work, K, V)
         else:
-            take_registers(MANY)
+            if SPECIALISED:
+                take_registers(MANY)
+            elif cuda.threadIdx.x == 0:
+                produce_first(shared, work, Q, K, V)
             out = Out(O, L, Q.shape[2])
-            consume(shared, work, out, scale)
+            consume(shared, work, out, scale, K, V)
 
     return fa2_forward
 

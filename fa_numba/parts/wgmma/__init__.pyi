@@ -101,6 +101,7 @@ class key_tiles:
 class load:
     from fa_numba.parts.wgmma.load import make_columns as columns
     from fa_numba.parts.wgmma.load import end_of as end_of
+    from fa_numba.parts.wgmma.load import make_first_columns as first_columns
     from fa_numba.parts.wgmma.load import make_k as k
     from fa_numba.parts.wgmma.load import make_key_box as key_box
     from fa_numba.parts.wgmma.load import make_look_up as look_up
@@ -110,6 +111,8 @@ class load:
     from fa_numba.parts.wgmma.load import make_produces_v as produces_v
     from fa_numba.parts.wgmma.load import make_q as q
     from fa_numba.parts.wgmma.load import make_query_box as query_box
+    from fa_numba.parts.wgmma.load import make_refill_k as refill_k
+    from fa_numba.parts.wgmma.load import make_refill_v as refill_v
     from fa_numba.parts.wgmma.load import make_shared_memory as shared_memory
     from fa_numba.parts.wgmma.load import make_v as v
     from fa_numba.parts.wgmma.load import warp as warp

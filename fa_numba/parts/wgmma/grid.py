@@ -18,7 +18,7 @@ def make_thread(spec):
     ``w`` is the consumer warpgroup. ``ty`` is the thread's first row among the warpgroup's 64 rows,
     and ``tx`` is the number of the thread among the 4 threads of a row.
     """
-    return _position(shuffled=True)
+    return _position(spec.first_consumer, shuffled=True)
 
 
 @part
@@ -31,7 +31,7 @@ def make_transposed_thread(spec):
     computed. In kernels whose two consumers share their columns, ``w`` does not pass through a
     shuffle, because these kernels were faster without it.
     """
-    position = _position(shuffled=not spec.wide)
+    position = _position(GROUP, shuffled=not spec.wide)
 
     def transposed_thread():
         own = position()
@@ -41,18 +41,19 @@ def make_transposed_thread(spec):
 
 
 @part
-def _position(shuffled):
+def _position(first, shuffled):
     """Make ``position()``, which returns the position of a consumer thread as a ``GroupThread``.
 
-    ``make_thread`` explains the fields. If ``shuffled`` is true, the number of the warpgroup passes
-    through a warp shuffle. The shuffle does not change the number, but tells the assembler that the
-    number is equal in all lanes of a warp. The assembler then computes the addresses of operands in
-    uniform registers, and starts the products without copies between registers. The forward kernel
-    of FA-2 takes 1.05 times as long without it (tests/data/h200_trials.csv).
+    ``make_thread`` explains the fields. ``first`` is the number of the first consumer thread. If
+    ``shuffled`` is true, the number of the warpgroup passes through a warp shuffle. The shuffle
+    does not change the number, but tells the assembler that the number is equal in all lanes of a
+    warp. The assembler then computes the addresses of operands in uniform registers, and starts the
+    products without copies between registers. The forward kernel of FA-2 takes 1.05 times as long
+    without it (tests/data/h200_trials.csv).
     """
 
     def position():
-        own = uint32(uint32(cuda.threadIdx.x) - GROUP)
+        own = uint32(uint32(cuda.threadIdx.x) - first)
         within = uint32(own % uint32(GROUP))
         lane = uint32(own % uint32(32))
         ty = uint32(within // uint32(32) * 16 + lane // uint32(4))

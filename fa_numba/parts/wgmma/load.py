@@ -16,7 +16,7 @@ from fa_numba.intrinsics.shared import half_tile, index_tile, shared_tile
 from fa_numba.parts.grid import make_key_end, make_query_end
 from fa_numba.parts.namespace import part
 from fa_numba.parts.pages import common_rows, pages_of_tile
-from fa_numba.parts.records import Box, Shared, SharedWithO
+from fa_numba.parts.records import Box, Shared, SharedWithO, Slot
 from fa_numba.parts.wgmma.pipeline import make_acquire, make_own
 from fa_numba.tiling.wgmma import GROUP_ROWS, PANEL
 
@@ -161,6 +161,79 @@ def make_columns(spec):
             v(shared.sV, V, j0, head, pages, shared.bars, slot)
 
     return columns
+
+
+@part
+def make_first_columns(spec):
+    """Make ``first_columns(shared, K, V, j0, j_end, head)``, which starts to load the first column
+    tiles of a work tile into all slots.
+
+    It is for kernels without a producer warpgroup. The first tile begins at column j0, and columns
+    from ``j_end`` on are not visited.
+    """
+    columns, Bc, STAGES = make_columns(spec), spec.Bc, spec.stages
+
+    def first_columns(shared, K, V, j0, j_end, head):
+        for stage in range(STAGES):
+            at = uint32(j0 + Bc * stage)
+            if at < j_end:
+                columns(shared, K, V, at, head, Slot(uint32(stage), uint32(1)))
+
+    return first_columns
+
+
+@part
+def make_refill_k(spec):
+    """Make ``refill_k(shared, K, j0, j_end, head, slot)``, by which a consumer loads a further tile
+    of K into a slot that it has read.
+
+    The slot contained column tile j0. The function waits until all consumers have read the slot.
+    Then it starts to load the column tile that is ``spec.stages`` tiles after column tile j0,
+    unless this column tile is at or after ``j_end``. Only thread 0 of the block does this. In
+    kernels with a producer warpgroup the function does nothing.
+    """
+    refill = _make_refill(spec, make_acquire(spec.pipelines.k), make_k(spec))
+
+    def refill_k(shared, K, j0, j_end, head, slot):
+        refill(shared.sK, shared.bars, K, j0, j_end, head, slot)
+
+    return refill_k
+
+
+@part
+def make_refill_v(spec):
+    """Make ``refill_v(shared, V, j0, j_end, head, slot)``, by which a consumer loads a further tile
+    of V into a slot that it has read.
+
+    ``make_refill_k`` explains the arguments.
+    """
+    refill = _make_refill(spec, make_acquire(spec.pipelines.v), make_v(spec))
+
+    def refill_v(shared, V, j0, j_end, head, slot):
+        refill(shared.sV, shared.bars, V, j0, j_end, head, slot)
+
+    return refill_v
+
+
+@part
+def _make_refill(spec, acquire, load):
+    """Make ``refill(sT, bars, T, j0, j_end, head, slot)``, which loads a tile of T into sT as
+    ``make_refill_k`` describes.
+
+    ``acquire`` and ``load`` are device functions for the pipeline of T.
+    """
+    alone, AHEAD, PAGES = not spec.specialised, spec.stages * spec.Bc, pages_of_tile(spec)
+
+    def refill(sT, bars, T, j0, j_end, head, slot):
+        if alone and cuda.threadIdx.x == 0:
+            pages = cuda.local.array(PAGES, uint32)  # not used, because there are no pages
+            at = uint32(j0 + AHEAD)
+            if at < j_end:
+                # The phase in which consumers read the slot is the loader's next phase.
+                acquire(bars, slot)
+                load(sT, T, at, head, pages, bars, slot)
+
+    return refill
 
 
 @part

@@ -153,9 +153,9 @@ def make_has_work(spec):
     """Make ``has_work(schedule, bars, slot)``, by which a consumer waits until Q is in the slot.
 
     The function returns whether the slot contains a work tile. If not, the block has finished its
-    work.
+    work. A block without a producer warpgroup has one work tile, in the first slot.
     """
-    return _make_is_given(spec.pipelines.q)
+    return (_make_is_given if spec.specialised else _make_is_first)(spec.pipelines.q)
 
 
 @cache
@@ -183,6 +183,23 @@ def _make_is_given(facts):
         return is_valid(schedule, slot.stage)
 
     return is_given
+
+
+@part
+def _make_is_first(facts):
+    """Make ``is_first(schedule, bars, slot)``, which waits until the first slot is full and returns
+    whether it contains a work tile.
+
+    The result is false for all slots after the first one. ``facts`` is the pipeline of ``slot``.
+    """
+    is_given = _make_is_given(facts)
+
+    def is_first(schedule, bars, slot):
+        if slot.stage == uint32(0) and slot.phase == uint32(0):
+            return is_given(schedule, bars, slot)
+        return False
+
+    return is_first
 
 
 @part
