@@ -9,6 +9,7 @@ from experiments import (
     fp8_errors,
     io_vs_head_dim,
     io_vs_sram,
+    ladder,
     numerics,
     runtime_memory,
     speed_fp8,
@@ -386,6 +387,18 @@ def accesses_with_top_k(series: str) -> Quantity:
 # K -> how many times as fast as safe softmax and then top-k the fused kernel is said to be.
 SAID_OF_TOP_K = {5: 5.0, 10: 3.5, 15: 2.0, 30: 1.4}
 LONG_VECTORS = {"batch": softmax_top_k.BATCH_OF_PAPER, "seqlen_q": softmax_top_k.V_OF_PAPER}
+def ablated(series: str) -> Pairs:
+    """Return the gain of an optimisation of the forward kernel on wgmma, and the published gain.
+
+    A gain is the speed with all optimisations / the speed of `series`, a key of ladder.ABLATIONS.
+    The published speeds are from Table 2 of the FA-3 paper.
+    """
+    all_on, without = (ladder.ABLATIONS[name].published for name in (ladder.HOPPER, series))
+    assert all_on and without
+    speeds = partial(rows, ladder.NAME, metric="speed", seqlen_q=ladder.ABLATED.seqlen_q)
+    return {"gain": (speeds(series=ladder.HOPPER) / speeds(series=series), all_on / without)}
+
+
 ACCESSES = partial(paper, paper="online-softmax", item="text")
 SOFTMAXES: Pairs = {
     name: (softmax(name), ACCESSES(method=name)) for name in ("naive", "safe", "online")
@@ -401,6 +414,8 @@ PAIRS |= {
     "fa3-words-fp8": {"our FA-2": (
         rows(speed_fp8.NAME, "head_dim", "seqlen_q", series=HOPPER, metric="speed",
              dtype=E4M3.name, causal=False, source="measured").most(), FP8_SPEED)},
+    "fa3-table2, pipelining": ablated(ladder.NO_OVERLAP),
+    "fa3-table2, specialisation": ablated(ladder.NO_PRODUCER),
     "decoding-whole, flat": {"FA-2": decoding(*WHOLE, 256, 4096)},
     "decoding-whole, growing": {"FA-2": decoding(*WHOLE, 4096, 131072)},
     "decoding-split, flat": {"FA-2 with key splits": decoding(*SPLIT, 256, 65536)},

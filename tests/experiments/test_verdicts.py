@@ -266,6 +266,7 @@ CHANGES = (
 # Questions whose rows the next recording has.
 WAITING = {"C37, SRAM", "C37, HBM", "fa3-table3-fp8", "fa3-words-fp8"}
 WAITING |= {"softmax-top-k-accesses", "softmax-top-k-lengths", "softmax-top-k-speed"}
+WAITING |= {"fa3-table2, specialisation"}
 
 
 def skip_if_waiting(question, evidence):

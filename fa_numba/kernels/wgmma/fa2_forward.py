@@ -8,6 +8,9 @@ of the work tile to shared memory. Another loads Kj and Vj; with pages, two thre
 A consumer warpgroup computes 64 rows of Qi and all columns. During its softmax, the tensor cores
 compute P V of the previous column tile, and products of other consumers. While it writes Oi, they
 compute the first S of its next work tile. The end of this file has the details.
+
+If ``ablate`` contains "specialisation", there is no producer. The first consumer thread then loads
+all tiles, and a thread block has one work tile.
 """
 
 from functools import cache
