@@ -376,10 +376,10 @@ def draw(rows: Sequence[Row]) -> Any:
         shares.bar(at, heights, 0.38, color=colour, label=f"{variant} (bars)")
     shares.set_xticks(range(len(ALONE)), [name.upper() for name in ALONE])
     shares.set(xlabel="the only operand in e4m3", ylabel="RMSE of O, computed in float64")
-    shares.set_title(f"N={style.short(N)}, d={d}")
+    shares.set_title(f"inputs with outliers, d={d}, N={style.short(N)}")
     gains = gain(found, OUTLIERS, d)
     title = "Errors of attention in 8 bits, compared with float64"
-    if gains:
+    if gains and gains[max(gains)] > 1:
         title = (
             f"Rotation and block scales make the 8-bit error {gains[max(gains)]:.1f} times smaller"
         )
@@ -467,17 +467,19 @@ def sums(rows: Sequence[Row]) -> tables.Table | None:
         "standard",
         "FA-1",
         "FA-2",
-        *(f"FA-2, {n} key splits" for n in SPLITS),
+        *(f"FA-2, {n} key split{'s' * (n > 1)}" for n in SPLITS),
     ]
     header += ["rule, only S", "rule, P V as one sum", "rule, P V tile by tile"]
     caption = (
         "The table of sums contains relative errors. The result is compared with a float64 result "
         "of the stored numbers, in which P is rounded as the kernel rounds P. So the errors are "
-        "those of sums and of exponentials. Q, K and V have a scale per tensor. With key splits, "
-        "each split sums P V separately, and the results of the splits are added in float32. The "
-        "columns *rule* are computed on a CPU, with the emulator's rule for sums of e4m3 products: "
-        f"S is summed by the rule, or P V is, for {SUM_ROWS} rows of one head and tiles of "
-        f"{SUM_TILE} keys. *Tile by tile* means that the sum of each tile is added in float32."
+        "those of sums and of exponentials. A small error of S also changes to which e4m3 number P "
+        "is rounded. Standard attention stores S in fp16. Q, K and V have a scale per tensor. With "
+        "key splits, each split sums P V separately, and the results of the splits are added in "
+        "float32. The columns *rule* are computed on a CPU, with the emulator's rule for sums of "
+        f"e4m3 products: S is summed by the rule, or P V is, for {SUM_ROWS} rows of one head and "
+        f"tiles of {SUM_TILE} keys. *Tile by tile* means that the sum of each tile is added in "
+        "float32."
     )
     return tables.of(caption, header, lines)
 
