@@ -354,7 +354,7 @@ _SHOWN = {TENSOR: "#E69F00", BOTH: "#009E73"}
 def draw(rows: Sequence[Row]) -> Any:
     """Draw the errors over N, and what each operand contributes. Return None without rows."""
     found = curves(rows)
-    dims = {d for dtype, series, _, d in found if (dtype, series) == (E4M3.name, FA2)}
+    dims = {d for d in HEAD_DIMS if any(of_e4m3(FA2, OUTLIERS, v, d) in found for v in VARIANTS)}
     if not dims:
         return None
     d = max(dims)
