@@ -28,6 +28,7 @@ STUDY = speeds.Study(
     theirs=(*peers.HALF, peers.FA4),
     forward_dims=(256,),
     figures=("Fig. 4", "Fig. 5", "Fig. 6", "Fig. 7"),
+    rarely=(peers.EFFICIENT, *peers.FLEX_BACKENDS, peers.PALLAS),
 )
 
 measure = partial(speeds.measure, STUDY)
@@ -217,6 +218,35 @@ def hopper(rows: Sequence[Row]) -> tables.Table | None:
     return tables.of(caption, header, lines)
 
 
+def further_peers(rows: Sequence[Row]) -> tables.Table | None:
+    """Return the table of further peers' forward speeds, or None without such speeds."""
+    speed = values(rows, "head_dim", "causal", "seqlen_q", "series", metric="speed", pass_="fwd")
+    peer = [s for s in STUDY.rarely if any(key[-1] == s for key in speed)]
+    if not peer:
+        return None
+    shown, lines = (HOPPER, *peer), []
+    for at in sorted({key[:-1] for key in speed if key[-1] in peer}):
+        of = {series: speed[*at, series] for series in shown if (*at, series) in speed}
+        d, causal, N = at
+        fastest = max((of[s] for s in peer if s in of), default=None)
+        ratio = tables.MISSING
+        if fastest is not None and HOPPER in of:
+            ratio = f"{of[HOPPER] / fastest:.2f}"
+        cells = [tables.number(of, series, ".0f") for series in shown]
+        lines.append([str(d), tables.yes_no(causal), str(N), *cells, ratio])
+    header = ["d", "causal", "N", *(LABELS[series] for series in shown)]
+    header += [f"{LABELS[HOPPER]} / fastest other"]
+    caption = (
+        "The table of further peers contains forward speeds in fp16 in TFLOP/s, with 16k tokens "
+        "and a hidden dimension of 2048. Torch's memory-efficient attention is the kernel that "
+        "xformers contributed to torch. torch's flex_attention is compiled for each problem: by "
+        "Triton, or with flash-attn-4's kernel (backend FLASH). JAX's Pallas attention is "
+        "`jax.experimental.pallas.ops.gpu.attention_mgpu`. A dash means that the series is not "
+        "measured or failed."
+    )
+    return tables.of(caption, header, lines)
+
+
 def worst_errors(rows: Sequence[Row]) -> dict[tuple[str, str], tuple[float, float | None]]:
     """Return the largest error and the largest excess, by (dtype, series).
 
@@ -257,5 +287,6 @@ def errors(rows: Sequence[Row]) -> tables.Table | None:
 TABLES = {
     "fa2_figures": paper_figures,
     "hopper": hopper,
+    "further_peers": further_peers,
     "errors": Across(errors, ("speed_fp16", "speed_bf16")),
 }

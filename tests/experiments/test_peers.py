@@ -8,8 +8,10 @@ import pytest
 
 from experiments import shapes, speed_fp16, variants
 from experiments.beside import variant_times
-from experiments.lab.measure import calls, peers
+from experiments.lab.measure import calls, flex, pallas, peers
+from experiments.lab.measure.series import columns
 from experiments.lab.measure.workloads import fa2_setting
+from experiments.lab.record import Row
 from fa_numba.problem import Problem
 
 PROBLEM = Problem(2, 4, 2, 3, 5, 8, dtype="float16", causal=True)
@@ -30,6 +32,9 @@ class Tensor:
 
     def detach(self):
         return self
+
+    def __mul__(self, factor):
+        return Tensor(self.values * factor)
 
     def requires_grad_(self):
         self.wants = True
@@ -155,6 +160,7 @@ def test_a_library_that_is_missing_is_not_measured(monkeypatch, capsys):
     assert peers.versions()["cudnn"] is None and {*peers.versions()} == {
         "flash-attn-4",
         "triton",
+        "jax",
         "cudnn",
     }
 
@@ -163,6 +169,88 @@ def test_old_gpus_have_no_flash_attn_4(monkeypatch):
     capability = SimpleNamespace(get_device_capability=lambda: (8, 0), is_available=lambda: True)
     monkeypatch.setattr(peers, "torch", SimpleNamespace(cuda=capability))
     assert peers.fa4.__wrapped__() is None and calls.theirs(peers.FA4)
+
+
+def test_attention_of_jax_gets_scaled_queries_in_its_layout(monkeypatch):
+    """By stand-ins: JAX's function returns 10 q. Both libraries hand arrays on in each call."""
+    handed, seen = [], []
+
+    def attention(q, k, v, config):
+        seen.append(([x.shape for x in (q, k, v)], config))
+        return Tensor(10 * q.values)
+
+    def from_dlpack(x):
+        handed.append(x)
+        return x
+
+    jax = SimpleNamespace(dlpack=SimpleNamespace(from_dlpack=from_dlpack))
+    module = SimpleNamespace(attention=attention, TuningConfig=lambda **fields: fields)
+    monkeypatch.setattr(pallas, "library", lambda: (jax, module))
+    monkeypatch.setattr(pallas, "torch", SimpleNamespace(from_dlpack=from_dlpack))
+    problem = Problem(1, 4, 2, 256, 256, 64, dtype="float16", causal=True)
+    q, k, v = (Tensor(np.ones(shape)) for shape in (problem.q_shape, *[problem.k_shape] * 2))
+    run = calls.make(peers.PALLAS, "fwd", problem, (q, k, v))
+    np.testing.assert_array_equal(run().values, 10 * problem.scale * q.values)
+    run()
+    ((shapes_, config), _) = seen
+    assert shapes_ == [(1, 256, 4, 64), (1, 256, 2, 64), (1, 256, 2, 64)] and len(handed) == 8
+    assert config["causal"] and config["block_q"] == 64
+    with pytest.raises(ValueError, match="jax-pallas must be called forward and without dropout"):
+        calls.make(peers.PALLAS, "bwd", problem, (q, k, v, q))
+
+
+@pytest.mark.parametrize(
+    "other", [{"head_dim": 32}, {"seqlen_q": 192}, {"seqlen_k": 200}, {"window": (3, 3)},
+              {"dtype": "float32"}, {"causal": True, "seqlen_k": 512}]
+)  # fmt: skip
+def test_problems_that_jax_does_not_take_are_refused(monkeypatch, other):
+    problem = Problem(1, 4, 2, 256, 256, 64, dtype="float16")
+    assert pallas.takes(problem) and not pallas.takes(replace(problem, **other))
+    monkeypatch.setattr(pallas, "library", lambda: None)
+    with pytest.raises(ValueError, match=r"head_dim must be one of \[64, 128\].*another peer"):
+        pallas.call(problem, None, None, None)
+
+
+def test_each_backend_of_flex_attention_is_named(monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        flex, "_compiled", lambda *arrays, **given: asked.append(given) or (lambda: arrays[1])
+    )
+    for series, name in peers.FLEX_BACKENDS.items():
+        assert calls.make(series, "fwd", PROBLEM, ("q", "k", "v"))() == "q"
+        assert asked[-1] == {"backend": name}
+        with pytest.raises(ValueError, match=f"{series} must be called forward"):
+            calls.make(series, "fwd", PROBLEM, ("q", "k", "v"), dropout_p=0.1)
+
+
+def test_further_peers_are_measured_at_few_lengths(monkeypatch):
+    monkeypatch.setattr(peers, "available", lambda: True)
+    monkeypatch.setattr(peers, "fa4", lambda: None)
+    monkeypatch.setattr(pallas, "library", lambda: (1, 2))
+    study = speed_fp16.STUDY
+    few = (peers.EFFICIENT, peers.FLEX_TRITON, peers.PALLAS)  # FLASH needs flash-attn-4
+    at = {
+        (N, d, pass_): study.at(fa2_setting(N, d, dtype="float16"), pass_)
+        for N, d, pass_ in ((1024, 64, "fwd"), (2048, 64, "fwd"), (1024, 256, "fwd"),
+                            (1024, 64, "bwd"))
+    }  # fmt: skip
+    assert tuple(at.pop((1024, 64, "fwd"))[-3:]) == few
+    assert not any({*few} & {*series} for series in at.values())
+    monkeypatch.setattr(peers, "fa4", lambda: len)
+    monkeypatch.setattr(pallas, "library", lambda: None)
+    series = study.at(fa2_setting(1024, 64, dtype="float16"), "fwd")
+    assert peers.FLEX_FLASH in series and peers.PALLAS not in series
+
+
+def test_the_table_of_further_peers():
+    def row(series, value):
+        problem = fa2_setting(1024, 64, dtype="float16")
+        return Row(metric="speed", unit="TFLOP/s", value=value,
+                   **columns("speed_fp16", series, problem, "some-gpu"))  # fmt: skip
+
+    rows = [row("fa2-wgmma", 400.0), row(peers.FLEX_TRITON, 250.0), row(peers.PALLAS, 320.0)]
+    assert "| 64 | no | 1024 | 400 | 250 | 320 | 1.25 |" in speed_fp16.further_peers(rows).body
+    assert speed_fp16.further_peers(rows[:1]) is None
 
 
 @pytest.mark.skipif(peers.torch is None, reason="no torch")

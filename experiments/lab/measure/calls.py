@@ -11,7 +11,7 @@ from fa_numba import device
 from fa_numba.problem import Problem
 
 from ..record import Row
-from . import peers
+from . import flex, pallas, peers
 from . import series as ours
 from .check import Check, DropoutGate, Gate, WrongResult, gate, to_host
 from .timing import Timing, number
@@ -33,9 +33,20 @@ def theirs(series: str) -> bool:
     Returns
     -------
     bool
-        True for names that begin with "torch", and for flash-attn-4.
+        True for names that begin with "torch" or "jax", and for flash-attn-4.
     """
-    return series.startswith("torch") or series == peers.FA4
+    return series.startswith(("torch", "jax")) or series == peers.FA4
+
+
+def forward_only() -> tuple[str, ...]:
+    """Return the series of other libraries that are called in the forward pass only.
+
+    Returns
+    -------
+    tuple of str
+        Names of series.
+    """
+    return (*peers.FLEX_BACKENDS, peers.PALLAS)
 
 
 def make(
@@ -62,6 +73,12 @@ def make(
         Function ``run(out=None)`` that returns O, or the tuple (dq, dk, dv). Our forward calls
         write O to `out` if it is given. Other calls ignore `out`.
     """
+    if series in forward_only():
+        if pass_ != "fwd" or any(options.get(name) for name in _TAKEN):
+            raise ValueError(f"{series} must be called forward and without dropout_p or kv_lens")
+        if series == peers.PALLAS:
+            return pallas.call(problem, *arrays[:3])
+        return flex.call(problem, *arrays[:3], backend=peers.FLEX_BACKENDS[series])
     source: Any = peers if theirs(series) else ours
     if theirs(series):
         options = {name: value for name, value in options.items() if name in _TAKEN}

@@ -33,7 +33,8 @@ def call(problem: Problem, q: Any, k: Any, v: Any, **given: Any) -> Callable[...
         Inputs on the GPU.
     **given
         Options of our call, with arrays on the GPU. `mask_mod` and `score_mod` are functions for
-        torch.
+        torch. `backend` is torch's name of the kernel, "TRITON" or "FLASH"; torch chooses by
+        default.
 
     Returns
     -------
@@ -79,6 +80,10 @@ def _compiled(problem: Problem, q: Any, k: Any, v: Any, **given: Any) -> Callabl
     if problem.bias is not None:
         # With torch's default number of stages, the tiles of a bias do not fit into shared memory.
         options["kernel_options"] = {"num_stages": BIAS_STAGES}
+    if "backend" in given:
+        options["kernel_options"] = options.get("kernel_options", {}) | {
+            "BACKEND": given["backend"]
+        }
 
     return lambda: compiled(q, k, v, **options)
 

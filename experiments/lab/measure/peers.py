@@ -1,7 +1,7 @@
 """Calls of other libraries' attention kernels, which are timed in the same run as our kernels.
 
-The libraries are torch and flash-attn-4 (FlashAttention-4, module `flash_attn.cute`). Both may be
-missing.
+The libraries are torch, flash-attn-4 (FlashAttention-4, module `flash_attn.cute`) and JAX. All of
+them may be missing.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -13,6 +13,8 @@ import numpy as np
 
 from fa_numba import device
 from fa_numba.problem import Problem
+
+from . import pallas
 
 try:
     import torch
@@ -30,6 +32,11 @@ MATMUL = "torch-matmul"
 FA4 = "fa4"
 # The module `flex` makes its calls. It is for options that no other kernel of torch supports.
 FLEX = "torch-flex"
+# Two backends of flex_attention: torch compiles a Triton kernel, or calls flash-attn-4.
+FLEX_TRITON, FLEX_FLASH = "torch-flex-triton", "torch-flex-flash"
+FLEX_BACKENDS = {FLEX_TRITON: "TRITON", FLEX_FLASH: "FLASH"}
+# JAX's attention in Pallas; see the module `pallas`.
+PALLAS = "jax-pallas"
 # torch's FlashAttention-2 and cuDNN kernels take half precision only.
 FLOAT32 = (EFFICIENT, UNFUSED)
 HALF = (FLASH, CUDNN, UNFUSED)
@@ -82,7 +89,11 @@ def here(series: Iterable[str]) -> tuple[str, ...]:
     """
     if not available():
         return ()
-    return tuple(name for name in series if name != FA4 or fa4() is not None)
+    missing = set() if fa4() is not None else {FA4, FLEX_FLASH}
+    shown = tuple(name for name in series if name not in missing)
+    if PALLAS in shown and pallas.library() is None:
+        return tuple(name for name in shown if name != PALLAS)
+    return shown
 
 
 def in_fa4(problem: Problem) -> bool:
@@ -108,10 +119,10 @@ def versions() -> dict[str, str | None]:
     Returns
     -------
     dict
-        Maps "flash-attn-4", "triton" and "cudnn" to a version; None for a missing library.
+        Maps "flash-attn-4", "triton", "jax" and "cudnn" to a version; None for a missing library.
     """
     found: dict[str, str | None] = {}
-    for package in ("flash-attn-4", "triton"):
+    for package in ("flash-attn-4", "triton", "jax"):
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:

@@ -25,6 +25,7 @@ from .variants import Variant
 from .workloads import HEAD_DIMS, SEQLENS, fa2_setting
 
 PASSES = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward + backward"}
+RARE_SEQLENS = (1024, 16384)  # for series that take seconds to compile
 DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 # Series that are measured in one pass only. UNSPLIT: series with splits -> series without splits.
 _ONLY_IN = {SPLITS: "fwd", DETERMINISTIC: "bwd"}
@@ -53,6 +54,9 @@ class Study:
         Figures of the FA-2 paper that show the same quantities, such as "Fig. 5".
     seqlens : tuple of int
         Sequence lengths.
+    rarely : tuple of str, default ()
+        Further series of other libraries, which are measured forward, at the lengths RARE_SEQLENS
+        and at the head dimensions of all passes. They are not in the figure.
     """
 
     name: str
@@ -64,6 +68,7 @@ class Study:
     forward_dims: tuple[int, ...] = ()
     figures: tuple[str, ...] = ()
     seqlens: tuple[int, ...] = SEQLENS
+    rarely: tuple[str, ...] = ()
 
     @property
     def series(self) -> tuple[str, ...]:
@@ -114,6 +119,9 @@ class Study:
         if pass_ != "fwd" and problem.head_dim in self.forward_dims:
             return []
         shown = (*self.ours, *peers.here(self.theirs))
+        plain = problem.head_dim not in self.forward_dims
+        if pass_ == "fwd" and plain and problem.seqlen_q in RARE_SEQLENS:
+            shown += peers.here(self.rarely)
         long = self.fa1_longest is not None and problem.seqlen_q > self.fa1_longest
         return [
             series
