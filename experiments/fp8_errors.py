@@ -28,9 +28,10 @@ from .lab.measure import peers
 from .lab.measure.check import to_host
 from .lab.measure.series import HOPPER, HOPPER_SPLITS, algorithm, columns, unit
 from .lab.measure.timing import attempt
+from .lab.measure.workloads import SEED, Inputs, held
 from .lab.record import EMULATOR, Bench, Options, Row, nested
 from .lab.show import style, tables
-from .numerics import NORMAL, OUTLIERS, errors_of, inputs
+from .numerics import CHANCE, DEVIATION, NORMAL, OUTLIERS, errors_of
 
 NAME = "fp8_errors"
 TAKES: tuple[str, ...] = ()
@@ -79,17 +80,40 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
     _, failure = attempt(lambda: compile_ahead(_plans(problems)))
     if failure:
         bench.say(f"  kernels were not compiled in parallel: {failure}")
+    normal = Inputs()
+    normal(replace(problems[-1], dtype="float16"))  # all numbers are drawn once
     cases = [(problem, kind) for problem in problems for kind in KINDS]
     for problem, kind in bench.each(cases, "comparing with float64"):
-        yield from _rows_of(problem, kind, bench.machine)
+        yield from _rows_of(problem, kind, inputs(problem, kind, normal), bench.machine)
         device.release_memory()
         peers.release()
+
+
+def inputs(problem: Problem, kind: str, normal: Inputs) -> tuple[np.ndarray, ...]:
+    """Return random q, k and v in float32, with numbers that float16 represents exactly.
+
+    The numbers are those of `normal`. If `kind` is OUTLIERS, a number with the standard deviation
+    10 is added to each element with probability 0.001, as in the FlashAttention-3 paper.
+    """
+    arrays = normal(replace(problem, dtype="float16"))
+    if kind == NORMAL:
+        return arrays
+    rng = np.random.default_rng([SEED, problem.seqlen_q, problem.head_dim])
+    return tuple(_with_outliers(rng, x) for x in arrays)
+
+
+def _with_outliers(rng: np.random.Generator, x: np.ndarray) -> np.ndarray:
+    made = x.flatten()
+    at = rng.integers(made.size, size=rng.binomial(made.size, CHANCE))
+    more = np.float32(DEVIATION) * rng.standard_normal(at.size, np.float32)
+    made[at] = held(made[at] + more, "float16")
+    return made.reshape(x.shape)
 
 
 def _sums(kind: str, N: int) -> Iterator[Row]:
     """Yield the errors of sums in tensor cores for one head, which are computed on the CPU."""
     problem = Problem(1, 1, 1, N, N, HEAD_DIMS[0], dtype="float16")
-    q, k, v = (x[0, 0] for x in inputs(kind, problem))
+    q, k, v = (x[0, 0] for x in inputs(problem, kind, Inputs()))
     found = rounded.Sums(q[:SUM_ROWS], k, v, SUM_TILE).errors()
     shown = replace(problem, seqlen_q=SUM_ROWS, dtype=E4M3.name)
     for name, series in SUMS.items():
@@ -150,9 +174,11 @@ def quantized(arrays: Sequence[Any], variant: str) -> tuple[list[Any], dict[str,
     return [stored for stored, _ in pairs], scales
 
 
-def _rows_of(problem: Problem, kind: str, machine: str | None) -> Iterator[Row]:
-    """Yield all rows of a problem with inputs of a kind."""
-    case, failure = attempt(Case, problem, kind)
+def _rows_of(
+    problem: Problem, kind: str, host: Sequence[np.ndarray], machine: str | None
+) -> Iterator[Row]:
+    """Yield all rows of a problem with the inputs `host`, which are of a kind."""
+    case, failure = attempt(Case, problem, kind, host)
     if failure:
         yield _row(FA2, problem, machine, f"{kind}; {failure}", "rmse", None)
         return
@@ -178,10 +204,11 @@ class Case:
         The problem in e4m3.
     kind : str
         Kind of inputs, one of `KINDS`.
+    host : sequence of ndarray
+        q, k and v in float32.
     """
 
-    def __init__(self, problem: Problem, kind: str) -> None:
-        host = inputs(kind, replace(problem, dtype="float16"))
+    def __init__(self, problem: Problem, kind: str, host: Sequence[np.ndarray]) -> None:
         N = problem.seqlen_q
         self.problem, self.kind = problem, kind
         self.rows = np.unique(np.linspace(0, N - 1, min(N, SAMPLED)).astype(int))

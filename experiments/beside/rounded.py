@@ -37,8 +37,9 @@ def library(x: Any) -> Any:
 
 def wide(x: np.ndarray) -> Any:
     """Return a NumPy array in float64: a torch tensor on the GPU if torch is available."""
-    found = np.asarray(x, np.float64)
-    return peers.torch.as_tensor(found, device="cuda") if peers.available() else found
+    if peers.available():
+        return peers.torch.as_tensor(x, device="cuda").double()
+    return np.asarray(x, np.float64)
 
 
 def narrow(x: Any) -> np.ndarray:

@@ -10,6 +10,7 @@ import fa_numba
 from experiments import fp8_errors
 from experiments.beside import rounded
 from experiments.fp8_errors import ALL, ALONE, BOTH, FA1, FA2, KERNEL_ERROR, STANDARD, TENSOR
+from experiments.lab.measure.workloads import Inputs
 from experiments.numerics import NORMAL, OUTLIERS
 from fa_numba import reference
 from fa_numba.intrinsics.float8 import NUMBERS_E4M3, bits_e4m3
@@ -64,6 +65,16 @@ def test_sums_by_tile_lose_less_than_a_running_sum():
     assert 0 < found["scores"] < 1e-2
     one = rounded.Sums(q, k[:64], v[:64], 64).errors()
     assert one["by-tile"] == one["running"] > 0
+
+
+def test_outliers_are_the_papers():
+    problem = Problem(1, 1, 1, 4096, 4096, 64, dtype=E4M3)
+    normal, outliers = (fp8_errors.inputs(problem, x, Inputs()) for x in (NORMAL, OUTLIERS))
+    for x, y in zip(normal, outliers, strict=True):
+        # N(0, 1) + N(0, 100) with a chance of 0.001: the variance is 1.1.
+        assert y.var() == pytest.approx(1.1, rel=0.04) and abs(x.var() - 1) < 0.02
+        assert 0.7e-3 < np.mean(x != y) < 1.3e-3 and abs(y).max() > 25
+        np.testing.assert_array_equal(y, y.astype(np.float16))
 
 
 # --- rows ----------------------------------------------------------------------------------------
@@ -137,7 +148,8 @@ def test_a_failed_conversion_is_a_row(monkeypatch):
     plan = SimpleNamespace(tiles=SimpleNamespace(Bc=BC))
     monkeypatch.setattr(fp8_errors, "plan_of", lambda *_, **__: plan)
     problem = Problem(1, 1, 1, 64, 64, 32, dtype=E4M3)
-    made = list(fp8_errors._rows_of(problem, NORMAL, "some-gpu"))
+    host = fp8_errors.inputs(problem, NORMAL, Inputs())
+    made = list(fp8_errors._rows_of(problem, NORMAL, host, "some-gpu"))
     failed = [r for r in made if r.failed]
     assert {r.place for r in failed} == {f"{NORMAL}, {v}" for v in fp8_errors.VARIANTS}
     assert all("invalid literal" in r.note for r in failed) and len(made) > len(failed)
