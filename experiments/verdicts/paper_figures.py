@@ -387,6 +387,8 @@ def accesses_with_top_k(series: str) -> Quantity:
 # K -> how many times as fast as safe softmax and then top-k the fused kernel is said to be.
 SAID_OF_TOP_K = {5: 5.0, 10: 3.5, 15: 2.0, 30: 1.4}
 LONG_VECTORS = {"batch": softmax_top_k.BATCH_OF_PAPER, "seqlen_q": softmax_top_k.V_OF_PAPER}
+
+
 def ablated(series: str) -> Pairs:
     """Return the gain of an optimisation of the forward kernel on wgmma, and the published gain.
 
