@@ -25,7 +25,7 @@ STUDY = speeds.Study(
     dtype="float16",
     passes=("fwd", "bwd", "fwd+bwd"),
     ours=HALF,
-    theirs=(*peers.HALF, peers.FA4),
+    theirs=(*peers.HALF, peers.UNFUSED_MASKED, peers.FA4),
     forward_dims=(256,),
     figures=("Fig. 4", "Fig. 5", "Fig. 6", "Fig. 7"),
     rarely=(peers.EFFICIENT, *peers.FLEX_BACKENDS, peers.PALLAS),
@@ -284,7 +284,60 @@ def errors(rows: Sequence[Row]) -> tables.Table | None:
     return tables.of(caption, header, lines)
 
 
+# Figures with a bar of unfused attention on an H100: (paper, figure, pass, name of the bar).
+BASELINES = (
+    ("fa2", "Fig. 7", "fwd+bwd", "PyTorch"),
+    ("fa3", "Fig. 5", "fwd", "Standard"),
+    ("fa3", "Fig. 6", "bwd", "Standard"),
+)
+# Our series without fused attention, which are compared with these bars.
+UNFUSED = (peers.UNFUSED, peers.UNFUSED_MASKED, "standard-mma")
+
+
+def baselines(rows: Sequence[Row]) -> tables.Table | None:
+    """Return the table of how far unfused attention is from the papers' unfused attention.
+
+    Return None without speeds of our series in UNFUSED.
+    """
+    of = ("pass_", "head_dim", "causal", "seqlen_q")
+    known = {series: values(rows, *of, series=series, metric="speed") for series in UNFUSED}
+    lines = []
+    for paper, item, pass_, method in BASELINES:
+        short = {"fa2": "FA-2", "fa3": "FA-3"}[paper]
+        wanted = {"paper": paper, "item": item, "method": method}
+        bars = published_numbers.lookup(metric="speed", **wanted)
+        places = sorted({(int(bar["head_dim"]), bar["causal"] == "true") for bar in bars})
+        for d, causal in places:
+            theirs = {
+                int(bar["seqlen"]): float(bar["value"])
+                for bar in bars
+                if (int(bar["head_dim"]), bar["causal"] == "true") == (d, causal)
+            }
+            cells = []
+            for series in UNFUSED:
+                ours = {N: known[series].get((pass_, d, causal, N)) for N in theirs}
+                ratios = [value / theirs[N] for N, value in ours.items() if value is not None]
+                cells.append(tables.spread(ratios) if ratios else tables.MISSING)
+            if any(cell != tables.MISSING for cell in cells):
+                published = tables.span(list(theirs.values()))
+                name = f"{method}, {short} {item}"
+                lines.append([name, pass_, str(d), tables.yes_no(causal), published, *cells])
+    header = ["published", "pass", "d", "causal", "published TFLOP/s (H100)"]
+    header += [f"{LABELS[series]} / published" for series in UNFUSED]
+    caption = (
+        "The table of baselines shows how fast our three unfused baselines are, compared with the "
+        "unfused attention in the papers' figures. A ratio cell has the smallest, the median and "
+        "the largest ratio over all published N. All three baselines fold the scale into the "
+        "product Q Kᵀ. *Torch's unfused attention* hides scores in a pass of its own, as the "
+        "papers' benchmark does. In the other two baselines, a mask costs no pass over S. Memory "
+        "bandwidth limits unfused attention, so that a GPU with faster memory than an H100 gives "
+        "larger ratios."
+    )
+    return tables.of(caption, header, lines) if lines else None
+
+
 TABLES = {
+    "baselines": baselines,
     "fa2_figures": paper_figures,
     "hopper": hopper,
     "further_peers": further_peers,

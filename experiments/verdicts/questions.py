@@ -85,8 +85,8 @@ class Question:
         with published ratios only if the divisor (here cuDNN) is equally fast in both measurements.
         Maps a sentence to a pair: the divisor's speed in our measurement, and its published speed.
         If the two speeds differ, the verdict is "not comparable", and the page contains the
-        sentence. {} in the sentence is replaced by our speed / the published speed. Empty: no
-        check.
+        sentence. If the two speeds are equal, the sentence follows our numbers. {} in the sentence
+        is replaced by our speed / the published speed. Empty: no check.
     """
 
     key: str
@@ -121,7 +121,8 @@ class Question:
         """
         try:
             points, beside = points_of(self.pairs, evidence), points_of(self.beside, evidence)
-            differs = self.not_comparable or self._other_divisor(evidence)
+            divisor, equal = self._divisor(evidence)
+            differs = self.not_comparable or ("" if equal else f"the divisors differ: {divisor}")
         except MissingRows as missing:
             return Finding("", NOT_MEASURED, str(missing).partition(" with ")[0])
         except DifferentGpus as different:
@@ -137,25 +138,31 @@ class Question:
                 words.append(f"{trend} at {agreeing}")
         if differs:
             return Finding("; ".join(words), NOT_COMPARABLE, differs)
+        words += [divisor] if divisor else []
         why = {TREND: self.why_trend, REFUTED: self.why_refuted}.get(judged.verdict, "")
         return Finding("; ".join(words), judged.verdict, why)
 
-    def _other_divisor(self, evidence: Evidence) -> str:
-        """Return why our ratios and the published ratios have different divisors; else "".
+    def _divisor(self, evidence: Evidence) -> tuple[str, bool]:
+        """Return a text that compares our divisor with the paper's divisor, and if they are equal.
 
         The divisors are equal if their speeds agree at nine of ten points or more. The pairs of
-        speeds are in the field `control`, which the docstring of the class describes.
+        speeds are in the field `control`, which the docstring of the class describes. If `control`
+        has several pairs, the text is about the first pair that differs, or about the last pair.
+        Without pairs, the result is an empty text and True.
         """
+        said, equal = "", True
         for sentence, pair in self.control.items():
             points = points_of({sentence: pair}, evidence)
             within = [point.within(rule.FACTORS["speed"]) for point in points]
-            if not rule.enough(within):
-                times = span([point.times for point in points if point.times is not None])
-                return (
-                    f"the divisors differ: on an H100, {sentence.format(times)} (within the "
-                    f"factor at {sum(within)} of {len(within)} points)"
-                )
-        return ""
+            times = span([point.times for point in points if point.times is not None])
+            said = (
+                f"on an H100, {sentence.format(times)} (within the factor at {sum(within)} of "
+                f"{len(within)} points)"
+            )
+            equal = rule.enough(within)
+            if not equal:
+                break
+        return said, equal
 
     def _words(self, label: str, points: Sequence[Point]) -> str:
         mine = [point for point in points if point.label == label]

@@ -1001,6 +1001,28 @@ def test_of_some_head_dimensions_the_forward_pass_alone_is_measured():
     assert study.at(large, "bwd") == study.at(large, "fwd+bwd") == []
 
 
+def test_the_mask_is_in_the_softmax_where_there_is_a_mask(monkeypatch):
+    monkeypatch.setattr(peers, "here", tuple)
+    plain, causal = (fa2_setting(512, 128, mask, "float16") for mask in (False, True))
+    more = set(speed_fp16.STUDY.at(causal, "fwd")) - set(speed_fp16.STUDY.at(plain, "fwd"))
+    assert more == {peers.UNFUSED_MASKED}
+
+
+def test_the_baselines_are_divided_by_the_published_ones():
+    """FA-3's standard attention has 72 TFLOP/s forward at N=4k and d=64, and 18 with a mask."""
+    speeds_of = (36.0, False), (9.0, True), (18.0, True)
+    series = (peers.UNFUSED, peers.UNFUSED, peers.UNFUSED_MASKED)
+    rows = [
+        row_of("speed_fp16", fa2_setting(4096, 64, causal, "float16"), name, speed, "speed")
+        for name, (speed, causal) in zip(series, speeds_of, strict=True)
+    ]
+    plain, causal = speed_fp16.baselines(rows).body.splitlines()[2:]
+    half, all_of_it = "0.50, 0.50, 0.50", "1.00, 1.00, 1.00"
+    assert plain.endswith(f"| 52.00 to 73.00 | {half} | - | - |")
+    assert causal.endswith(f"| 16.00 to 18.00 | {half} | {all_of_it} | - |")
+    assert speed_fp16.baselines(rows[:0]) is None
+
+
 def test_half_precision_rows(monkeypatch):
     rows, timed, said = on_the_emulator(monkeypatch, speed_fp16.STUDY, (24,))
     assert "FA-1" not in said and {r.dtype for r in rows} == {"float16"}

@@ -27,6 +27,8 @@ FLASH = "torch-fa2"
 CUDNN = "torch-cudnn"
 MATH = "torch-math"
 UNFUSED = "torch-unfused"
+# The same for causal problems, with the mask in the softmax: a kernel that torch.compile makes.
+UNFUSED_MASKED = "torch-unfused-masked"
 MATMUL = "torch-matmul"
 # flash-attn-4's kernels, for Hopper and later GPUs.
 FA4 = "fa4"
@@ -210,9 +212,16 @@ def call(
         lengths = torch.as_tensor(kv_lens, device="cuda")[:, None, None, None]
         valid = torch.arange(problem.seqlen_k, device="cuda") < lengths
 
-    if series == UNFUSED:
+    if series in (UNFUSED, UNFUSED_MASKED):
         hidden = None if valid is None else ~valid
-        if causal:
+        if series == UNFUSED_MASKED:
+            if not causal or hidden is not None or softmax:
+                raise ValueError(
+                    f"{UNFUSED_MASKED} must be called with a causal mask, and without kv_lens and "
+                    f"softmax; use {UNFUSED}"
+                )
+            softmax = masked_softmax()
+        elif causal:
             shape = (problem.seqlen_q, problem.seqlen_k)
             above = torch.ones(shape, dtype=torch.bool, device="cuda").triu_(1)
             hidden = above if hidden is None else hidden | above
@@ -272,6 +281,59 @@ def unfused(
     if dropout_p:
         P = torch.nn.functional.dropout(P, dropout_p)
     return torch.matmul(P, v)
+
+
+def hide_and_softmax(S: Any) -> Any:
+    """Return the softmax of the rows of S with a causal mask.
+
+    Parameters
+    ----------
+    S : torch.Tensor
+        Scores of shape (..., seqlen, seqlen). They are not changed.
+
+    Returns
+    -------
+    torch.Tensor
+        P.
+    """
+    rows, columns = (torch.arange(n, device=S.device) for n in S.shape[-2:])
+    hidden = columns > rows[:, None]
+    return torch.softmax(S.masked_fill(hidden, float("-inf")), dim=-1)
+
+
+@cache
+def masked_softmax(compiled: bool = True) -> Callable[[Any], Any]:
+    """Return a function that computes a softmax with a causal mask in one pass over S.
+
+    The backward pass needs no mask, because P is 0 where a score is hidden.
+
+    Parameters
+    ----------
+    compiled : bool, default True
+        Whether torch.compile makes one kernel of the mask and the softmax. False is for tests
+        without a compiler.
+
+    Returns
+    -------
+    callable
+        Takes S of shape (batch, heads, seqlen, seqlen), and returns P.
+    """
+    # One kernel for all sizes: N is an argument of the kernel.
+    fused = torch.compile(hide_and_softmax, dynamic=True) if compiled else hide_and_softmax
+
+    class MaskedSoftmax(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, S: Any) -> Any:
+            P = fused(S.detach())
+            ctx.save_for_backward(P)
+            return P
+
+        @staticmethod
+        def backward(ctx: Any, dP: Any) -> Any:
+            (P,) = ctx.saved_tensors
+            return torch._softmax_backward_data(dP, P, -1, P.dtype)
+
+    return lambda S: MaskedSoftmax.apply(S.flatten(0, 1)).view_as(S)
 
 
 def gradients(

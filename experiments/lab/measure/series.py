@@ -53,6 +53,7 @@ _LABELS = {
     "torch-cudnn": "cuDNN",
     "torch-math": "torch's math attention",
     "torch-unfused": "torch's unfused attention",
+    "torch-unfused-masked": "torch's unfused attention, mask in the softmax",
     "torch-flex": "torch's flex_attention",
     "torch-flex-triton": "torch's flex_attention, Triton",
     "torch-flex-flash": "torch's flex_attention, FlashAttention-4",

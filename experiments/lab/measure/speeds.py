@@ -115,6 +115,7 @@ class Study:
         -------
         list of str
             Names of series. Series of other libraries are left out if they cannot run here.
+            `peers.UNFUSED_MASKED` is measured with a causal mask only.
         """
         if pass_ != "fwd" and problem.head_dim in self.forward_dims:
             return []
@@ -127,6 +128,7 @@ class Study:
             series
             for series in shown
             if pass_ in self.passes_of(series)
+            and (problem.causal or series != peers.UNFUSED_MASKED)
             and not (long and pass_ != "fwd" and series.startswith("fa1"))
         ]
 
