@@ -271,14 +271,10 @@ def check_scales(name: str, shape: tuple[int, ...], sizes: tuple[int, int, int],
     """Raise ValueError unless ``shape`` is the shape of scales of heads or of blocks of rows.
 
     ``sizes`` are the numbers of batch entries, of heads, and of blocks with ``rows`` rows. Axes of
-    ``shape`` can have length 1. If the number of blocks is 0, the array has no scales of blocks.
+    ``shape`` can have length 1.
     """
-    *per_head, blocks = sizes
-    wanted = f"{tuple(per_head)} (batch entries, heads)"
-    if blocks:
-        wanted = f"{tuple(per_head)} or {sizes} (batch entries, heads, blocks of {rows} rows)"
-    axes = (2, 3) if blocks else (2,)
-    if len(shape) not in axes or any(n not in (1, m) for n, m in zip(shape, sizes, strict=False)):
+    wanted = f"{sizes[:2]} or {sizes} (batch entries, heads, blocks of {rows} rows)"
+    if len(shape) not in (2, 3) or any(n not in (1, m) for n, m in zip(shape, sizes, strict=False)):
         raise ValueError(f"{name} must have shape {wanted}, or 1 in place of a size, got {shape}")
 
 

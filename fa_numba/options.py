@@ -187,9 +187,9 @@ class AttentionOptions(_OfScores, _Arrays, _Others, total=False):
         ceil(seqlen_k / 128)). If only k and v are float8_e4m3fn, they must be pages of a cache, and
         an array has the shape (pages, heads_k).
     v_scale : float or array of float32, default 1
-        Scale of v. It is a number, or an array of shape (batch, heads_k), for pages of a cache
-        (pages, heads_k). v has no scales for blocks of rows, because the product with v adds
-        numbers of all rows.
+        Scale of v, as ``k_scale``. The product with v adds numbers of all rows. With a scale for
+        each 128 rows, kernels therefore keep the sums in units of the scale of the current block.
+        These scales must not differ by more than a factor of 1e30 within a head.
     q_lens : sequence or array of int, optional
         Number of valid rows of q in each batch entry, shape (batch,), from 0 to seqlen_q. Later
         rows are padding and are not read. Padding rows have output 0, logsumexp -inf and gradients
@@ -610,16 +610,25 @@ SCALES = {
 }
 
 
+def _kind_of_scales(problem: Problem) -> str:
+    """Return the flag ``scales`` of ``Features``."""
+    if not DTYPES[problem.dtype].scaled:
+        return ""
+    if problem.value_block_scales:
+        return "value blocks"
+    return "blocks" if problem.block_scales else "heads"
+
+
 def _scales(kind: str) -> dict[str, KernelField]:
     """Return the fields for the scales of e4m3 arrays. A scale that is not given is 1.
 
     ``kind`` is the flag: "heads" for one scale for each batch entry and head. With "blocks", Q and
-    K have a scale for each block of ``SCALED_ROWS`` rows too.
+    K have a scale for each block of ``SCALED_ROWS`` rows too. With "value blocks", Q, K and V do.
     """
 
     def field(name: str) -> KernelField:
         heads, rows = SCALES[name]
-        axes = 3 if kind == "blocks" and name != "v_scale" else 2
+        axes = 3 if kind == "value blocks" or (kind == "blocks" and name != "v_scale") else 2
 
         def value(call: Bound) -> Any:
             given = call.given.get(name, 1.0)
@@ -754,7 +763,7 @@ FEATURES: dict[str, Feature] = {
     ),
     "scaled_dout": Feature(lambda p: False, _powers(POWERS[3:]), argument="precision"),
     "scales": Feature(
-        lambda p: ("blocks" if p.block_scales else "heads") if DTYPES[p.dtype].scaled else "",
+        _kind_of_scales,
         _scales,
         argument="q_scale",
     ),
@@ -800,8 +809,9 @@ class Features:
     sparse           ``block_mask`` is given
     precision        the name of the precision, and "" for "ieee"
     scaled_dout      the planes of dO are scaled by powers of two
-    scales           "heads" or "blocks" if the inputs are e4m3: Q and K have a scale for each head
-                     or for each block of rows; else ""
+    scales           for e4m3 inputs: "heads" if there is a scale for each head, "blocks" if Q and K
+                     have a scale for each block of rows, and "value blocks" if Q, K and V have; for
+                     other inputs ""
     """
 
     causal: bool = False
@@ -853,6 +863,16 @@ class Features:
     def planes(self) -> int:
         """Number of 16-bit planes whose sum is an element of Q, K or V; 1 without planes."""
         return PRECISIONS[self.precision or "ieee"].planes
+
+    @property
+    def block_scales(self) -> bool:
+        """Whether Q and K in e4m3 have a scale for each block of rows. V may have them too."""
+        return self.scales in ("blocks", "value blocks")
+
+    @property
+    def value_block_scales(self) -> bool:
+        """Whether V in e4m3 has a scale for each block of rows."""
+        return self.scales == "value blocks"
 
     @property
     def scaled(self) -> bool:

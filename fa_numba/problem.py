@@ -72,6 +72,7 @@ class ProblemFields(OptionFields, total=False):
     sinks: bool
     sparse: bool
     block_scales: bool
+    value_block_scales: bool
 
 
 @dataclass(frozen=True)
@@ -149,6 +150,8 @@ class Problem:
     block_scales : bool, default False
         Whether Q or K in float8_e4m3fn has a scale for each 128 rows, instead of a scale for each
         head.
+    value_block_scales : bool, default False
+        Whether V in float8_e4m3fn has a scale for each 128 rows, instead of a scale for each head.
     head_dim_v : int, optional
         Head dimension of V and O, if it differs from ``head_dim``. The attribute is None if both
         are equal.
@@ -200,6 +203,7 @@ class Problem:
     out_dtype: str | None = None
     kv_dtype: str | None = None
     block_scales: bool = False
+    value_block_scales: bool = False
     head_dim_v: int | None = None
 
     def __post_init__(self) -> None:
@@ -229,7 +233,8 @@ class Problem:
         )
         own["kv_dtype"] = self._checked_kv_dtype()
         own["precision"] = checks.as_precision(self.precision, tuple(PRECISIONS), self.dtype)
-        for name in ("causal", "alibi", "sinks", "packed", "sparse", "block_scales"):
+        flags = ("causal", "alibi", "sinks", "packed", "sparse")
+        for name in (*flags, "block_scales", "value_block_scales"):
             own[name] = checks.as_flag(name, own[name])
         own["layout"] = checks.as_layout(self.layout)
         own["scale"] = checks.as_scale(self.scale, self.head_dim)

@@ -530,7 +530,8 @@ def dequantize(x: ArrayLike, scale: ArrayLike | None = None) -> Array:
 @documents_options
 def attention_e4m3(
     q: ArrayLike, k: ArrayLike, v: ArrayLike, *, columns: int = 128,
-    descending: bool = False, return_lse: bool = False, **options: Unpack[AttentionOptions],
+    descending: bool = False, scores_dtype: str | None = None, return_lse: bool = False,
+    **options: Unpack[AttentionOptions],
 ) -> Result:  # fmt: skip
     """Return attention of e4m3 arrays in float64, with P rounded to e4m3 as FP8 kernels round it.
 
@@ -550,6 +551,9 @@ def attention_e4m3(
         Number of columns of a tile of S.
     descending : bool, default False
         Whether the last tile of a row is visited first.
+    scores_dtype : {"float16"}, optional
+        Dtype to which S is rounded before the softmax. None means no rounding. Standard attention
+        stores S in float16. To compare with it, also pass a ``columns`` of at least seqlen_k.
     return_lse : bool, default False
         Whether the logsumexp is returned too.
 
@@ -592,6 +596,8 @@ def attention_e4m3(
         dequantize(k, options.pop("k_scale", None)),  # type: ignore[arg-type]
         dequantize(v, options.pop("v_scale", None)),  # type: ignore[arg-type]
     )
+    if scores_dtype not in (None, "float16"):
+        raise ValueError(f"scores_dtype must be 'float16' or None, got {scores_dtype!r}")
     call, Q, K, V = checked_call(*given, **options)
     problem = call.problem
     for name, used in (("sinks", problem.sinks), ("dropout_p", problem.dropout_p > 0)):
@@ -603,6 +609,8 @@ def attention_e4m3(
         starts = range(0, head.Nk, columns)
         for rows in _row_blocks(head):
             S, _ = call.scores(head, Q[head.q][rows], K[head.k], rows.start, sloped=False)
+            if scores_dtype is not None:
+                S = _to_half(S, scores_dtype)
             m, l = np.full(len(S), -np.inf), np.zeros(len(S))
             sums = np.zeros((len(S), V.shape[-1]))
             for first in reversed(starts) if descending else starts:

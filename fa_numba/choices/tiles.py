@@ -343,8 +343,8 @@ def _e4m3_tiles(request: Request, d: int) -> Chosen:
     p, features = request.problem, request.features
     rows, why = p.seqlen_q, ""
     two, most = size(*_FORWARD, d, "e4m3 two consumers"), size(*_FORWARD, d, "e4m3")
-    if features.scales == "blocks" or features.lengths:
-        of_scales = "e4m3 blocks" if features.scales == "blocks" else "e4m3"
+    if features.block_scales or features.lengths:
+        of_scales = "e4m3 blocks" if features.block_scales else "e4m3"
         kinds = [f"{of_scales} lengths"] if features.lengths else []
         row = size(*_FORWARD, d, *kinds, of_scales)
     elif features.window:
@@ -436,7 +436,7 @@ def hopper_fa1_tiles(problem: Problem, features: Features) -> Chosen:
         kinds = [f"{features.planes} planes", "planes"]
     if features.scales:
         others = replace(features, causal=False, scales="") != PLAIN
-        kinds = ["e4m3 options"] if others or features.scales == "blocks" else ["e4m3"]
+        kinds = ["e4m3 options"] if others or features.block_scales else ["e4m3"]
         row = size("wgmma", "fa1", "fwd", problem.largest_dim, *kinds)
         return Chosen(Tiles(row.Br, row.Bc), str(row))
     if problem.d_v <= 2 * PANEL < problem.head_dim:

@@ -390,7 +390,7 @@ class Mma(Unit):
         if not request.features.scales:
             return _shape(chosen, _of_products(select, request))
         for name, size in (("Br", chosen.value.Br), ("Bc", chosen.value.Bc)):
-            if request.features.scales == "blocks" and SCALED_ROWS % size:
+            if request.features.block_scales and SCALED_ROWS % size:
                 raise ValueError(
                     f"tiles.{name} must divide {SCALED_ROWS} with scales of blocks of "
                     f"{SCALED_ROWS} rows, got {size}; choose such tiles, or tiles=None"

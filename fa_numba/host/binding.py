@@ -181,7 +181,8 @@ class Binding:
             alibi=slopes is not None,
             sinks=sinks is not None,
             sparse=self.block_mask is not None,
-            block_scales=any(len(own.get(name, ())) == 3 for name in SCALES),
+            block_scales=any(len(own.get(name, ())) == 3 for name in ("q_scale", "k_scale")),
+            value_block_scales=len(own.get("v_scale", ())) == 3,
             **self.fields,
         )
         checks.check_heads(problem.batch, problem.heads_q, slopes, sinks)
@@ -213,7 +214,7 @@ class Binding:
                     "of float8_e4m3fn have scales"
                 )
             if name in self.shapes:
-                blocks = ceil_div(getattr(problem, rows), SCALED_ROWS) if name != "v_scale" else 0
+                blocks = ceil_div(getattr(problem, rows), SCALED_ROWS)
                 sizes = problem.batch, getattr(problem, heads), blocks
                 checks.check_scales(name, self.shapes[name], sizes, SCALED_ROWS)
 

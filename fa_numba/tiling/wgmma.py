@@ -504,7 +504,7 @@ def within_registers(
 
     - Br is not 64, 128 or 192.
     - Bc is not a multiple of 16 (of 32 for e4m3), or above 256.
-    - Q or K has scales of blocks, and Bc is not the number of rows of a block.
+    - Q, K or V has scales of blocks, and Bc is not the number of rows of a block.
     - ``tiles.threads`` is a number, but not the number of threads of the spec.
     - The tiles do not fit in registers.
     """
@@ -519,7 +519,7 @@ def within_registers(
         raise ValueError(
             f"tiles.Bc must be a multiple of 32 for {spec.dtype} on unit 'wgmma', got {tiles.Bc}"
         )
-    if spec.features.scales == "blocks" and tiles.Bc != SCALED_ROWS:
+    if spec.features.block_scales and tiles.Bc != SCALED_ROWS:
         raise ValueError(
             f"tiles.Bc must be {SCALED_ROWS} with scales of blocks of {SCALED_ROWS} rows, got "
             f"{tiles.Bc}; choose this number of columns, or tiles=None"

@@ -656,3 +656,5 @@ def test_attention_with_p_in_e4m3_is_a_plain_loop():
             np.testing.assert_allclose(L[0, h, i], m + np.log(l / 256), rtol=1e-12)
     with pytest.raises(ValueError, match="sinks must not be given"):
         attention_e4m3(q, k, v, sinks=np.zeros(2))
+    with pytest.raises(ValueError, match="scores_dtype must be 'float16' or None, got 'float32'"):
+        attention_e4m3(q, k, v, scores_dtype="float32")

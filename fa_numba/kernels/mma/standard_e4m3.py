@@ -30,6 +30,7 @@ from fa_numba.parts.mma.chunks import make_load_row, make_read_chunk
 from fa_numba.parts.mma.e4m3 import PIECE, make_write_exponentials
 from fa_numba.parts.mma.epilogue import make_write_as
 from fa_numba.parts.namespace import RowFacts
+from fa_numba.parts.records import Tile
 from fa_numba.parts.softmax import exp_of_difference, make_merge_block
 
 
@@ -142,17 +143,19 @@ def make_output(spec, out_dtype):
         load.step(sV, 0, Vh, 0, j_end)
         stage = uint32(0)
         j0 = uint32(0)
+        unit = products.value_unit(Tile(i0, j0, head, thread))
         while j0 < j_end:
             cuda.syncthreads()  # Pij and Vj are there; nobody reads the other stage any more
             j_next = uint32(j0 + STEP)
             other = uint32(1 - stage)
             load.p(sP, uint32(other * NP), Ph, i0, head.Nq, j_next, j_end)
             load.step(sV, uint32(other * NV), Vh, j_next, j_end)
+            unit = products.to_unit(rO, unit, Tile(i0, j0, head, thread))
             products.add_stage(rO, sP, uint32(stage * NP), sV, uint32(stage * NV), warp_row, 0)
             stage = other
             j0 = j_next
         values.read(rl, grid.query_rows(l, head), i0, uint32(min(rows, head.Nq)), thread)
-        products.divide_rows(rO, rl, head)
+        products.divide_rows(rO, rl, unit, head)
         write_rows(rO, Oh, i0, rows, thread)
 
     return standard_output_e4m3

@@ -100,6 +100,7 @@ def make_forward(spec):
                 products.begin_scores(rS, shared.sQ, q_stage, w, shared.sK, stage)
                 tile = Tile(row0, j0, head, thread)
                 own_factor = products.tile_factor(factor, tile)
+                unit = products.value_unit(tile)
                 scores.read_bias_or_state(rBS, tile)
                 visit, i_next, more = fa1_state.read_named(rBS, shared, q, w, ahead)
                 # Alg. 1 line 8: load li, mi
@@ -113,6 +114,7 @@ def make_forward(spec):
                 # FA-1 lines 10, 11, FA-2 line 9: m, l, and P = e^(S - m) of the new m
                 softmax.online_to_p(rP, rS, own_factor, rm, rl, rf)
                 # Alg. 1 lines 8, 12: load Oi; diag(li) e^(m_old - m_new) Oi
+                fa1_state.enter_unit(rf, unit)
                 fa1_state.take_output(rO, rf, shared, q, visit, tile)
                 # FA-1 line 12, FA-2 line 10: O = diag(e^(m_old - m_new)) O + Pij Vj
                 v_pipeline.wait(bars, kv)
@@ -121,6 +123,7 @@ def make_forward(spec):
                 products.end_output(rO, rT, False)
                 if i_next >= i_end:
                     v_pipeline.release(bars, kv)
+                products.leave_unit(rO, unit)
                 # FA-1 lines 12, 13, FA-2 lines 12, 14: O = diag(l)^-1 O, to global memory
                 fa1_state.write_state(rO, rl, rm, shared, q, out, more, tile)
                 q_stage, q_phase = q_pipeline.next(q)

@@ -91,6 +91,7 @@ def make_forward(spec):
         w = thread.w
         stage, phase, q_stage, q_phase = uint32(0), uint32(0), uint32(0), uint32(0)
         pingpong.first_turn(w)
+        unit = float32(1.0)  # O is in units of a scale of V
         while scheduler.has_work(work, bars, Slot(q_stage, q_phase)):
             # FA-1 line 7, FA-2 line 3: for each row tile i
             (i0, h, b, split), Nq, Nk, j0, j_end, hk = scheduler.take(work, q_stage)
@@ -110,6 +111,7 @@ def make_forward(spec):
                     head, row0 = Head(b, h, hk, Nq, Nk, work.options), uint32(i0 + ROWS * w)
                     tile = Tile(row0, j0, head, thread)
                     own_factor = products.tile_factor(factor, tile)
+                    unit = products.value_unit(tile)
                     scores.read_bias_or_state(rBS, tile)
                     j_next = scheduler.look_ahead(rBS, work, stage, j0)
                     products.wait_scores(rS, False)
@@ -129,6 +131,7 @@ def make_forward(spec):
                         pingpong.begin_products(rS, rT, rP, shared, q_stage, kv, after, w)
                         tile = Tile(row0, j0, head, thread)
                         own_factor = products.tile_factor(factor, tile)
+                        unit, ratio = products.next_unit(unit, tile)
                         scores.read_bias_or_state(rBS, tile)
                         j_next = scheduler.look_ahead(rBS, work, after.stage, j0)
                         products.wait_scores(rS, OVERLAPS)
@@ -139,7 +142,7 @@ def make_forward(spec):
                         products.end_output(rO, rT, False)
                         v_pipeline.release(bars, kv)
                         # FA-1 line 12, FA-2 line 10: O = diag(e^(m_old - m_new)) O + Pij Vj
-                        softmax.rescale_changed(rO, rf, changes)
+                        softmax.rescale_changed(rO, rf, changes, ratio)
                         softmax.exponentials(rS, own_factor, rm, rl)
                         softmax.drop(rS, tile)
                         products.round_p(rP, rS)
@@ -158,6 +161,7 @@ def make_forward(spec):
                     softmax.sum_lanes(rl)
                     products.end_output(rO, rT, True)
                     v_pipeline.release(bars, kv)
+                    products.leave_unit(rO, unit)
                     done = Tile(uint32(i0 + ROWS * w), j0, head, thread)
                     epilogue.write_out(rO, rl, rm, shared, q, out, split, done)
                     (stage, phase), (q_stage, q_phase) = after, q_after
@@ -175,6 +179,7 @@ def make_forward(spec):
             # FA-2 lines 13, 15: L = m + log l
             q = Slot(q_stage, q_phase)
             head = Head(b, h, hk, Nq, Nk, work.options)
+            products.leave_unit(rO, unit)
             done = Tile(uint32(i0 + ROWS * w), j0, head, thread)
             epilogue.write_out(rO, rl, rm, shared, q, out, split, done)
             q_stage, q_phase = q_pipeline.next(q)

@@ -152,7 +152,7 @@ def make_tile_factor(spec):
     the tile belongs. All rows of a consumer are in one block of Q, and all columns of the tile are
     in one block of K.
     """
-    blocks, ROWS = spec.features.scales == "blocks", SCALED_ROWS
+    blocks, ROWS = spec.features.block_scales, SCALED_ROWS
 
     def tile_factor(factor, tile):
         if blocks:

@@ -83,8 +83,10 @@ class products:
     from fa_numba.parts.mma.products import make_store_ds as store_ds
     from fa_numba.parts.mma.products import make_store_p as store_p
     from fa_numba.parts.fragments.planes import make_tile_factor as tile_factor
+    from fa_numba.parts.mma.products import make_to_unit as to_unit
     from fa_numba.parts.fragments.planes import make_units as units
     from fa_numba.parts.mma.products import make_value_scores as value_scores
+    from fa_numba.parts.fragments.value_scales import make_value_unit as value_unit
     from fa_numba.parts.layout import make_warp_column as warp_column
 class row_tiles:
     from fa_numba.parts.mma.row_tiles import make_at as at

@@ -20,6 +20,8 @@ from fa_numba.parts.fragments.pairs import conversions
 from fa_numba.parts.fragments.planes import make_score_factor as make_score_factor
 from fa_numba.parts.fragments.planes import make_tile_factor as make_tile_factor
 from fa_numba.parts.fragments.planes import make_units as make_units
+from fa_numba.parts.fragments.value_scales import make_next_unit
+from fa_numba.parts.fragments.value_scales import make_value_unit as make_value_unit
 from fa_numba.parts.layout import make_column, make_row
 from fa_numba.parts.layout import make_warp_column as make_warp_column
 from fa_numba.parts.mma import planes, widened
@@ -266,21 +268,44 @@ def make_add_stage(spec):
 
 @part
 def make_divide_rows(spec):
-    """Make ``divide_rows(rO, rl, head)``, which divides each row of O by its l and by the factor of
-    P in e4m3, and multiplies O by the scale of V.
+    """Make ``divide_rows(rO, rl, unit, head)``, which divides each row of O by its l and by the
+    factor of P in e4m3, and multiplies O by the scale of V.
 
-    A row without a visible column has l = 0. Its O becomes 0. Standard attention of e4m3 arrays
-    uses the function.
+    If V has scales of blocks, ``unit`` is the scale of V. Otherwise ``unit`` is not used. A row
+    without a visible column has l = 0. Its O becomes 0. Standard attention of e4m3 arrays uses the
+    function.
     """
-    TM, normalise_rows = spec.TM, make_normalise_rows(spec)
+    RO, normalise_rows = spec.TM * spec.DN * 4, make_normalise_rows(spec)
+    blocks, INVERSE = spec.features.value_block_scales, float32(1.0 / P_FACTOR)
 
-    def divide_rows(rO, rl, head):
-        factor = P_FACTOR / head.options.v_scale[head.b, head.hk]
-        for i in range(TM):
-            rl[i] *= factor
+    def divide_rows(rO, rl, unit, head):
         normalise_rows(rO, rl)
+        if not blocks:
+            unit = head.options.v_scale[head.b, head.hk]
+        factor = float32(INVERSE * unit)
+        for e in range(RO):
+            rO[e] *= factor
 
     return divide_rows
+
+
+@part
+def make_to_unit(spec):
+    """Make ``to_unit(rO, unit, tile)``, which changes the unit of O to that of the product P V of a
+    tile, and returns the new unit.
+
+    ``fragments.value_scales`` explains units. Standard attention of e4m3 arrays uses the function.
+    """
+    RO, next_unit = spec.TM * spec.DN * 4, make_next_unit(spec)
+
+    def to_unit(rO, unit, tile):
+        own, ratio = next_unit(unit, tile)
+        if own != unit:
+            for e in range(RO):
+                rO[e] *= ratio
+        return own
+
+    return to_unit
 
 
 @cache

@@ -44,6 +44,7 @@ class fa1_gradients:
 class fa1_state:
     from fa_numba.parts.wgmma.fa1_state import make_block_rows as block_rows
     from fa_numba.parts.wgmma.fa1_state import make_end_pass as end_pass
+    from fa_numba.parts.fragments.value_scales import make_enter_unit as enter_unit
     from fa_numba.parts.wgmma.fa1_state import make_initialise as initialise
     from fa_numba.parts.wgmma.fa1_state import make_load_output as load_output
     from fa_numba.parts.wgmma.fa1_state import make_name_own_next as name_own_next
@@ -166,13 +167,16 @@ class products:
     from fa_numba.parts.wgmma.products import make_begin_output as begin_output
     from fa_numba.parts.wgmma.products import make_begin_scores as begin_scores
     from fa_numba.parts.wgmma.products import make_end_output as end_output
+    from fa_numba.parts.fragments.value_scales import make_leave_unit as leave_unit
     from fa_numba.parts.wgmma.products import make_multiply as multiply
+    from fa_numba.parts.fragments.value_scales import make_next_unit as next_unit
     from fa_numba.parts.wgmma.products import make_round_p as round_p
     from fa_numba.parts.wgmma.products import make_round_pair as round_pair
     from fa_numba.parts.fragments.planes import make_score_factor as score_factor
     from fa_numba.parts.fragments.planes import make_tile_factor as tile_factor
     from fa_numba.parts.wgmma.products import make_tile_sums as tile_sums
     from fa_numba.parts.wgmma.products import make_unscale_output as unscale_output
+    from fa_numba.parts.fragments.value_scales import make_value_unit as value_unit
     from fa_numba.parts.wgmma.products import make_wait_output as wait_output
     from fa_numba.parts.wgmma.products import make_wait_scores as wait_scores
 class scheduler:

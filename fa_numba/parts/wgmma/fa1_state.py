@@ -22,6 +22,7 @@ from fa_numba.intrinsics.mbarrier import arrive_mbarrier, wait_mbarrier
 from fa_numba.intrinsics.shared import load_pair, store_pair
 from fa_numba.parts.fa1_state import make_write_logsumexp as make_write_logsumexp
 from fa_numba.parts.fragments.rows import make_read_fragments, make_write_fragments
+from fa_numba.parts.fragments.value_scales import make_enter_unit as make_enter_unit
 from fa_numba.parts.grid import make_head, make_query_rows
 from fa_numba.parts.namespace import part
 from fa_numba.parts.records import BlockOut, BlockRows, Tile

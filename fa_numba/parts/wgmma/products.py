@@ -14,6 +14,9 @@ from fa_numba.intrinsics.warpgroup import MULTIPLY, MULTIPLY_REGISTERS, STEP, wa
 from fa_numba.parts.dropout import make_scale_kept
 from fa_numba.parts.fragments.planes import make_score_factor as make_score_factor
 from fa_numba.parts.fragments.planes import make_tile_factor as make_tile_factor
+from fa_numba.parts.fragments.value_scales import make_leave_unit as make_leave_unit
+from fa_numba.parts.fragments.value_scales import make_next_unit as make_next_unit
+from fa_numba.parts.fragments.value_scales import make_value_unit as make_value_unit
 from fa_numba.parts.namespace import part
 from fa_numba.parts.wgmma import planes
 from fa_numba.tiling.wgmma import PANEL
@@ -182,11 +185,12 @@ def make_unscale_output(spec):
     """Make ``unscale_output(rO, head)``, which multiplies O by the factors that the products have
     left out.
 
-    - For e4m3, the factor is the scale of V.
+    - For e4m3, the factor is the scale of V. If V has scales of blocks, ``leave_unit`` multiplies
+      O by them instead.
     - With dropout, one factor is 1 / (1 - dropout_p).
     - With scaled planes, one factor undoes the powers of two.
     """
-    if spec.features.scales:
+    if spec.features.scales and not spec.features.value_block_scales:
         return _make_scale_values(spec)
     return planes.make_scale_output(spec) if spec.planes > 1 else _make_unscale_kept(spec)
 

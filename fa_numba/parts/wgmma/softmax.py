@@ -204,13 +204,20 @@ def make_exponentials(spec):
 
 @part
 def make_rescale_changed(spec):
-    """Make ``rescale_changed(rO, rf, changes)``, which multiplies each row of O by its factor in rf
-    if ``changes`` is true. ``changes`` is the result of ``maxima``.
-    """
-    scale_rows = make_scale_rows(spec)
+    """Make ``rescale_changed(rO, rf, changes, ratio)``, which multiplies each row of O by its
+    factor in rf if ``changes`` is true. ``changes`` is the result of ``maxima``.
 
-    def rescale_changed(rO, rf, changes):
-        if changes:
+    If V has scales of blocks, it also multiplies all rows by ``ratio``, a result of ``next_unit``.
+    Otherwise ``ratio`` is not used.
+    """
+    TM, blocks, scale_rows = spec.TM, spec.features.value_block_scales, make_scale_rows(spec)
+
+    def rescale_changed(rO, rf, changes, ratio):
+        if blocks:
+            for i in range(TM):
+                rf[i] = rf[i] * ratio if changes else ratio
+            scale_rows(rO, rf)
+        elif changes:
             scale_rows(rO, rf)
 
     return rescale_changed
