@@ -45,7 +45,6 @@ PROTOCOL = (
     "of calls with key splits, on the first rows"
 )
 STANDARD, FA1, FA2, KEY_SPLITS = "standard-mma", HOPPER_SPLITS, HOPPER, f"{HOPPER}-splits"
-STANDARD_LONGEST = 16384  # standard attention stores N x N matrices
 QUERY_SPLITS, ROW_TILE = 32, 128  # FA-1's grid then fills the GPU; the result is the same
 # How q, k and v are quantised: name -> `per`, and the seed of the rotation of q and k.
 TENSOR, BLOCK = "scale per tensor", "scale per block"
@@ -56,7 +55,6 @@ VARIANTS: dict[str, tuple[Any, int | None]] = {
     ROTATED: ("tensor", 1),
     BOTH: ("block", 1),
 }
-OF_V: dict[str, Any] = {"tensor": "tensor", "block": "head"}  # v has no scales for blocks
 # Float64 results with only one of the four operands rounded, or with all four.
 ALONE = {name: f"float64-{name}" for name in "qkpv"}
 ALL = "float64-all"
@@ -140,26 +138,26 @@ def options_of(series: str, problem: Problem) -> dict[str, Any]:
     return found | {"kv_splits": 1}
 
 
-def plan_of(series: str, problem: Problem, per: str, **more: Any) -> fa_numba.Plan:
-    """Return the plan of a call with e4m3 inputs, with scales per "tensor" or "block"."""
-    given: dict[str, Any] = {}
-    for name, shape, of in (
-        ("q_scale", problem.q_shape, per),
-        ("k_scale", problem.k_shape, per),
-        ("v_scale", problem.k_shape, OF_V[per]),
-    ):
-        blocks = (-(-shape[2] // rounded.SCALED_ROWS),) if of == "block" else ()
-        given[name] = (*shape[:2], *blocks)
-    given |= options_of(series, problem) | more
-    return fa_numba.plan(problem.q_shape, problem.k_shape, dtype=E4M3.name, **given)
+def plan_of(series: str, problem: Problem, per: str = "", **more: Any) -> fa_numba.Plan:
+    """Return the plan of a call.
+
+    The inputs are in e4m3 with scales per "tensor" or "block", or in float16 if `per` is empty.
+    """
+    given: dict[str, Any] = options_of(series, problem) | more
+    if per:
+        for name, shape in zip("qkv", (problem.q_shape, *[problem.k_shape] * 2), strict=True):
+            blocks = (-(-shape[2] // rounded.SCALED_ROWS),) if per == "block" else ()
+            given[f"{name}_scale"] = (*shape[:2], *blocks)
+    dtype = E4M3.name if per else "float16"
+    return fa_numba.plan(problem.q_shape, problem.k_shape, dtype=dtype, **given)
 
 
 def _plans(problems: Iterable[Problem]) -> Iterator[fa_numba.Plan]:
-    """Yield the plans of the calls of flash attention whose kernels are slow to compile."""
+    """Yield the plans of the calls of attention."""
     for problem in problems:
-        for series, per in itertools.product((FA1, FA2), ("tensor", "block")):
-            yield plan_of(series, problem, per)
-        yield plan_of(STANDARD, problem, "tensor")
+        for series, per in itertools.product((STANDARD, FA1, FA2), ("", "tensor", "block")):
+            if (series, per) != (STANDARD, "block"):
+                yield plan_of(series, problem, per)
         if problem.seqlen_q in SPLIT_SEQLENS:
             few = replace(problem, seqlen_q=SAMPLED)
             yield plan_of(FA2, few, "tensor", kv_splits=SPLITS[-1])
@@ -168,8 +166,8 @@ def _plans(problems: Iterable[Problem]) -> Iterator[fa_numba.Plan]:
 def quantized(arrays: Sequence[Any], variant: str) -> tuple[list[Any], dict[str, Any]]:
     """Return q, k and v in e4m3, and the options `q_scale`, `k_scale` and `v_scale`."""
     per, seed = VARIANTS[variant]
-    pairs = [fa_numba.quantize(x, per=per, rotate=seed) for x in arrays[:2]]
-    pairs.append(fa_numba.quantize(arrays[2], per=OF_V[per]))
+    seeds = seed, seed, None
+    pairs = [fa_numba.quantize(x, per=per, rotate=of) for x, of in zip(arrays, seeds, strict=True)]
     scales = dict(zip(("q_scale", "k_scale", "v_scale"), (s for _, s in pairs), strict=True))
     return [stored for stored, _ in pairs], scales
 
@@ -219,10 +217,8 @@ class Case:
 
     def results(self) -> Iterator[Result]:
         """Yield series, dtype, note and a function that returns errors, for each result."""
-        N, half = self.problem.seqlen_q, "float16"
-        standard = (STANDARD,) if N <= STANDARD_LONGEST else ()
-        for series in (*standard, FA1, FA2):
-            yield series, half, self.kind, partial(self.errors_in_half, series)
+        for series in (STANDARD, FA1, FA2):
+            yield series, "float16", self.kind, partial(self.errors_in_half, series)
         alone = partial(rounded.weighted_by_tiles, self.S, self.v)
         yield ALONE["p"], E4M3.name, self.kind, lambda: self.errors(alone(self.tile(FA2, TENSOR)))
         for variant in VARIANTS:
@@ -234,10 +230,10 @@ class Case:
             for series in ALONE.values():
                 if series != ALONE["p"]:
                     yield series, E4M3.name, note, partial(stored.alone, series)
-            for series in (*(standard if variant == TENSOR else ()), FA1, FA2):
+            for series in (*((STANDARD,) if variant == TENSOR else ()), FA1, FA2):
                 yield series, E4M3.name, note, partial(stored.measured, series)
             yield ALL, E4M3.name, note, stored.all_rounded
-            if variant == TENSOR and N in SPLIT_SEQLENS:
+            if variant == TENSOR and self.problem.seqlen_k in SPLIT_SEQLENS:
                 for splits in SPLITS:
                     at = f"{self.kind}, {splits} splits"
                     yield KEY_SPLITS, E4M3.name, at, partial(stored.with_splits, splits)

@@ -331,7 +331,7 @@ def fp8_rmse(series: str, variant: str) -> Quantity:
     """
     return rows(fp8_errors.NAME, "head_dim", series=series, metric="rmse", dtype=E4M3.name,
                 source="measured", place=f"{numerics.OUTLIERS}, {variant}",
-                seqlen_q=fp8_errors.STANDARD_LONGEST)  # fmt: skip
+                seqlen_q=max(numerics.SEQLENS))  # fmt: skip
 
 
 def decoding(experiment: str, series: str, method: str, first: int, last: int) -> Pair:
