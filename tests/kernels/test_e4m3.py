@@ -8,7 +8,7 @@ from helpers import assert_counts, refused, running
 
 import fa_numba
 from fa_numba import Tiles, device, reference
-from fa_numba.host import standard
+from fa_numba.host import planning, standard
 from fa_numba.host.arrays import numpy_dtype
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
@@ -27,9 +27,9 @@ QUICK = [
     ("fa1", 1, 1, 1, 70, 300, 128, {"causal": True}),
     ("fa1", 1, 1, 1, 40, 300, 256, {"q_lens": [9], "out_dtype": "bfloat16"}),
     ("fa1", 1, 1, 1, 140, 150, 64, {"window": (90, 9), "out_dtype": "float32", **BLOCKS}),
-    ("standard", 2, 2, 1, 20, 43, 32, {"kv_lens": [0, 41], "out_dtype": "bfloat16"}),
-    ("fa2", 1, 1, 1, 9, 300, 64, {"v_scale": "blocks", "out_dtype": "float32"}),
-    ("fa1", 1, 1, 1, 9, 300, 64, {"v_scale": "blocks", "out_dtype": "float32"}),
+    ("standard", 2, 2, 1, 20, 49, 32, {"q_lens": [20, 7], "kv_lens": [0, 47]}),
+    ("fa2", 1, 2, 1, 9, 300, 64, {"v_scale": "blocks", "out_dtype": "float32"}),
+    ("fa1", 1, 1, 1, 9, 300, 64, {"v_scale": "blocks", "out_dtype": "bfloat16"}),
     ("standard", 1, 1, 1, 140, 150, 48, {"causal": True, "out_dtype": "float32", **ALL_BLOCKS}),
 ]
 CASES = [
@@ -205,6 +205,37 @@ def test_a_row_that_does_not_fit_is_read_twice():
     case = {**dict.fromkeys(OPTIONS[:3], "heads"), "tiles": Tiles(16, 16)}
     with mock.patch.object(standard, "row_elements", lambda *_, **__: 0):
         check("emulator", "standard", *sizes, case)
+
+
+def test_the_smallest_attention_weights_do_not_vanish():
+    """256 e^-12 is rounded to 2^-9, the smallest number of e4m3. The largest weight sees v = 0."""
+    codes = numpy_dtype(E4M3)
+    q, k, v = (np.ones((1, 1, n, 16), codes) for n in (1, 40, 40))
+    k[0, 0, 1:] = -2
+    v[0, 0, 0] = 0
+    how = {"scores_dtype": "float16", "columns": 40}
+    with device.using("emulator"):
+        O = fa_numba.standard_attention(q, k, v, out_dtype="float32")
+    expected = reference.attention_e4m3(q, k, v, **how)
+    assert reference.relative_error(O, expected) < 1e-4
+
+
+def test_a_thread_block_of_several_row_tiles_has_a_unit_for_each():
+    """The last block of V, whose scale is the unit of O, differs by the row tile."""
+    arrays, scales = quantized(1, 1, 1, 256, 256, 16, blocks=("v_scale",))
+    how = {"causal": True, "out_dtype": "float32"}
+    uncached = getattr(planning.planned, "__wrapped__", planning.planned)
+    with (
+        mock.patch.object(planning, "planned", uncached),
+        mock.patch.object(device, "EMULATED_MULTIPROCESSORS", 1),
+        device.using("emulator"),
+    ):
+        O = fa_numba.flash_attention_2(*arrays, **scales, **how)
+        assert fa_numba.plan(
+            *(x.shape for x in arrays), dtype=E4M3, v_scale=(1, 1, 2), **how
+        ).kernels[-1].grid == (1, 1, 1)
+    expected = reference.attention_e4m3(*arrays, **scales, causal=True)
+    assert reference.relative_error(O, expected) < BOUND
 
 
 def test_standard_attention_needs_a_gpu_that_converts_e4m3():
