@@ -4,11 +4,12 @@
 m, the sum d of e^(x - m), and its K largest elements. The result is K probabilities e^(x - m) / d
 with their indices. `make_top_k` finds the K largest elements only, and is used behind a softmax.
 
-One thread block handles one vector. Each thread reads every 256th element and keeps its K largest
-elements in registers, in falling order. Then the threads find the largest element of all threads K
-times. Of equal elements, the element with the smaller index comes first. If a vector has fewer than
-K elements, the results past its end are 0 with index -1. Elements of -inf have probability 0 and
-are never in the result. NaN is not supported.
+One thread block handles one vector. Each warp keeps the K largest of its elements in registers, in
+falling order: lane n has the n-th largest element. Most elements are not larger than the K-th
+largest element so far, and cost one comparison. The others are inserted one after the other. At
+last one warp merges the lists of all warps. Of equal elements, the element with the smaller index
+comes first. If a vector has fewer than K elements, the results past its end are 0 with index -1.
+Elements of -inf have probability 0 and are never in the result. NaN is not supported.
 
 Accesses, elements per vector of V elements:
             loads    stores
@@ -31,11 +32,12 @@ from .check import WrongResult, to_host
 
 THREADS = 256
 WARPS = THREADS // 32
-FLOATS, INDICES = 4 * WARPS, 2 * WARPS  # elements of shared memory
+FLOATS, INDICES = 2 * WARPS + THREADS, THREADS  # elements of shared memory
 # Elements that a thread, and the block, load at the same time.
 EACH = 4
 STEP = EACH * THREADS
-MOST = 64  # largest K
+MOST = 32  # largest K: one element for each lane
+FULL_WARP = 0xFFFFFFFF
 NONE = 2**31 - 1  # index of an element that does not exist
 # Relative error that is allowed in a probability.
 BOUND = 1e-5
@@ -100,24 +102,21 @@ def _make(K: int, fused: bool) -> Kernel:
         raise ValueError(f"k must be from 1 to {MOST}, got {K}")
 
     def top_k(X, Y, I):
-        s = shared_tile(0, FLOATS)  # m and d of the warps, and two rounds of values
+        s = shared_tile(0, FLOATS)  # m and d of the warps, and then their lists
         si = index_tile(FLOATS, INDICES)
         rx = cuda.local.array(EACH, float32)
-        rv = cuda.local.array(K, float32)
-        ri = cuda.local.array(K, int32)
         x = X[cuda.blockIdx.x]
         V, thread = uint32(x.shape[0]), uint32(cuda.threadIdx.x)
-        warp, first = thread // uint32(32), thread % uint32(32) == uint32(0)
+        warp, lane = thread // uint32(32), thread % uint32(32)
 
         m = NEG_INF  # Alg. 4 lines 1 to 4
         d = float32(0.0)
-        for n in range(K):
-            rv[n] = NEG_INF
-            ri[n] = int32(NONE)
-        j = thread
+        top, place = NEG_INF, int32(NONE)  # lane n has the n-th largest element of the warp
+        least = NEG_INF  # the K-th largest element
+        j = uint32(warp * 32)
         while j < V:  # Alg. 4 lines 5 to 17
             for e in range(EACH):
-                at = uint32(j + e * THREADS)
+                at = uint32(j + lane + e * THREADS)
                 rx[e] = NEG_INF
                 if at < V:
                     rx[e] = x[at]
@@ -129,71 +128,70 @@ def _make(K: int, fused: bool) -> Kernel:
                 for e in range(EACH):
                     d += power(rx[e], m)
             for e in range(EACH):
-                if rx[e] > rv[K - 1]:  # lines 8 to 16: insert x into the list
-                    rv[K - 1] = rx[e]
-                    ri[K - 1] = int32(j + e * THREADS)
-                    for n in range(1, K):
-                        low, high = K - n, K - n - 1
-                        if rv[low] > rv[high]:
-                            value, index = rv[high], ri[high]
-                            rv[high], ri[high] = rv[low], ri[low]
-                            rv[low], ri[low] = value, index
+                found = uint32(cuda.ballot_sync(FULL_WARP, rx[e] > least))
+                while found != uint32(0):  # lines 8 to 16: insert the elements, one after the other
+                    source = int32(cuda.ffs(found)) - int32(1)
+                    found = uint32(found & uint32(found - uint32(1)))
+                    value = cuda.shfl_sync(FULL_WARP, rx[e], source)
+                    above = cuda.shfl_up_sync(FULL_WARP, top, 1)
+                    its = cuda.shfl_up_sync(FULL_WARP, place, 1)
+                    if value > top:  # this lane and all lanes behind it move by one
+                        if lane > uint32(0) and value > above:
+                            top, place = above, its
+                        else:
+                            top, place = value, int32(j + uint32(source) + uint32(e * THREADS))
+                    least = cuda.shfl_sync(FULL_WARP, top, K - 1)
             j = uint32(j + STEP)
 
         if fused:  # merge m and d of all threads
             m_old = m
             for n in range(5):
-                m = maximum(m, cuda.shfl_xor_sync(0xFFFFFFFF, m, 16 >> n))
-            if first:
+                m = maximum(m, cuda.shfl_xor_sync(FULL_WARP, m, 16 >> n))
+            if lane == uint32(0):
                 s[warp] = m
             cuda.syncthreads()
             for w in range(WARPS):
                 m = maximum(m, s[w])
             d *= power(m_old, m)
             for n in range(5):
-                d += cuda.shfl_xor_sync(0xFFFFFFFF, d, 16 >> n)
-            if first:
+                d += cuda.shfl_xor_sync(FULL_WARP, d, 16 >> n)
+            if lane == uint32(0):
                 s[WARPS + warp] = d
             cuda.syncthreads()
             d = float32(0.0)
             for w in range(WARPS):
                 d += s[WARPS + w]
 
-        r = uint32(0)
-        while r < uint32(K):  # Alg. 4 lines 18 to 21; round r finds the largest element left
-            value, index = rv[0], ri[0]
-            for n in range(5):
-                other = cuda.shfl_xor_sync(0xFFFFFFFF, value, 16 >> n)
-                its = cuda.shfl_xor_sync(0xFFFFFFFF, index, 16 >> n)
-                if other > value or (other == value and its < index):
-                    value, index = other, its
-            half = uint32((r % uint32(2)) * uint32(WARPS))  # the other half may still be read
-            if first:
-                s[uint32(2 * WARPS) + half + warp] = value
-                si[half + warp] = uint32(index)
-            cuda.syncthreads()
-            for w in range(WARPS):
-                other, its = s[uint32(2 * WARPS + w) + half], int32(si[half + uint32(w)])
-                if other > value or (other == value and its < index):
-                    value, index = other, its
-            if ri[0] == index:  # this thread had the element, and goes on to its next element
-                for n in range(K - 1):
-                    rv[n], ri[n] = rv[n + 1], ri[n + 1]
-                rv[K - 1], ri[K - 1] = NEG_INF, int32(NONE)
-            if thread == uint32(0):
-                found = float32(0.0)
-                if index == int32(NONE):
-                    index = int32(-1)
-                else:
-                    found = value
-                    if fused:
-                        found = power(value, m) / d
-                Y[cuda.blockIdx.x, r] = found
-                I[cuda.blockIdx.x, r] = index
-            r = uint32(r + uint32(1))
+        s[uint32(2 * WARPS) + thread] = top
+        si[thread] = uint32(place)
+        cuda.syncthreads()
+        if warp == uint32(0):  # Alg. 4 lines 18 to 21: lane w merges the list of warp w
+            head = uint32(lane * 32)
+            for r in range(K):
+                value, index = NEG_INF, int32(NONE)
+                if lane < uint32(WARPS):
+                    value, index = s[uint32(2 * WARPS) + head], int32(si[head])
+                mine = index
+                for n in range(3):
+                    other = cuda.shfl_xor_sync(FULL_WARP, value, 4 >> n)
+                    its = cuda.shfl_xor_sync(FULL_WARP, index, 4 >> n)
+                    if other > value or (other == value and its < index):
+                        value, index = other, its
+                if mine == index and mine != int32(NONE):
+                    head = uint32(head + uint32(1))
+                if lane == uint32(0):
+                    largest = float32(0.0)
+                    if index == int32(NONE):
+                        index = int32(-1)
+                    else:
+                        largest = value
+                        if fused:
+                            largest = power(value, m) / d
+                    Y[cuda.blockIdx.x, r] = largest
+                    I[cuda.blockIdx.x, r] = index
 
     arguments = array_type(2), array_type(2), array_type(2, int32)
-    return Kernel(top_k, arguments, THREADS, 24 * WARPS, min_blocks=4 if K <= 10 else 2)
+    return Kernel(top_k, arguments, THREADS, 4 * (FLOATS + INDICES), min_blocks=4)
 
 
 def accesses(batch: int, elements: int, k: int, softmax: int = 0) -> dict[str, int]:
