@@ -853,7 +853,7 @@ def runs():
         test_kv_splits.test_splits_on_hoppers_unit,
         test_kv_splits.test_small_calls,
         test_precision.test_results_and_counts,
-        test_precision.test_gradients_and_counts,
+        test_precision.test_gradients_and_counts_on_hopper,
         test_precision.test_a_row_whose_gradients_are_inf_leaves_the_others,
         test_mods.test_options_beside_a_function_on_hoppers_unit,
         test_mods.test_blocks_on_hoppers_unit_are_what_the_function_says,

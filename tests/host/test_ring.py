@@ -225,39 +225,41 @@ def relative(found, want):
 RING = [
     # ranks, what travels, causal, dtype, layout, options
     (2, "kv", False, "float32", None, {}),
-    (2, "kv", True, "float16", None, {"softcap": 2.0}),
     (2, "q", False, "float16", "bnhd", {}),
     (2, "q", True, "float32", "bnhd", {"scale": 0.5, "algorithm": "fa1"}),
     (3, "kv", True, "float16", "bnhd", {"deterministic": True}),
     (3, "q", True, "float16", None, {}),
     (4, "kv", False, "float16", None, {}),
-    (3, "q", False, "float32", None, {}),
     (1, "kv", True, "float32", None, {}),
-    (4, "kv", False, "float16", None, {"window": (7, 0)}),
+    (4, "kv", False, "float16", None, {"window": (7, 0), "dlse": True}),
     (4, "q", False, "float32", "bnhd", {"window": (2, 5), "softcap": 2.0}),
-    (4, "q", True, "float16", None, {"window": (4, -1)}),
     (4, "kv", False, "float16", None, {"kv_lens": (8, 0)}),
-    (
-        *(2, "kv", True, "float16", "bnhd"),
-        {"window": (5, -1), "q_lens": (12, 7), "kv_lens": (9, 11)},
-    ),
     (2, "q", False, "float16", None, {"q_lens": [1, 12, 12]}),
     # With sinks, and a loss of L too
     (2, "kv", True, "float16", None, {"sinks": True, "dlse": True}),
-    (3, "q", False, "float32", "bnhd", {"sinks": True, "dlse": True, "algorithm": "fa1"}),
+    (
+        *(3, "q", False, "float32", "bnhd"),
+        {"sinks": True, "dlse": True, "algorithm": "fa1", "head_dim_v": 12},
+    ),
     (1, "kv", False, "float16", "bnhd", {"sinks": True}),
     (2, "q", True, "float16", None, {"dlse": True, "softcap": 2.0}),
-    (4, "q", True, "float32", None, {"window": (4, -1), "sinks": True, "dlse": True}),
     (
         *(2, "kv", True, "float16", "bnhd"),
-        {"q_lens": (12, 7, 1), "kv_lens": (9, 11, 0), "sinks": True, "dlse": True},
+        {
+            "window": (5, -1),
+            "q_lens": (12, 7, 1),
+            "kv_lens": (9, 11, 0),
+            "sinks": True,
+            "dlse": True,
+        },
     ),
-    (4, "kv", False, "float32", None, {"window": (7, 0), "dlse": True}),
     (2, "kv", True, "float16", None, {"window": (5, -1), "heads_k": 2}),  # computed at once too
     # v of another head dimension
     (2, "kv", True, "float16", "bnhd", {"head_dim_v": 5, "dlse": True}),
-    (3, "q", False, "float16", None, {"head_dim_v": 12, "sinks": True}),
-    (4, "q", True, "float32", None, {"head_dim_v": 4, "window": (4, -1)}),
+    (
+        *(4, "q", True, "float16", None),
+        {"head_dim_v": 4, "window": (4, -1), "sinks": True, "dlse": True},
+    ),
 ]
 
 

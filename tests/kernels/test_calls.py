@@ -8,6 +8,7 @@ import math
 from dataclasses import replace
 from functools import partial
 
+import conftest
 import numpy as np
 import pytest
 from backward_helpers import (
@@ -139,7 +140,7 @@ TILES = {
 }
 
 
-@pytest.mark.in_turn("way", share=2)
+@pytest.mark.in_turn("way")
 @every_way
 @dtypes
 @pytest.mark.parametrize("name", CALLS)
@@ -149,6 +150,7 @@ def test_a_call(device, way, dtype, name):
     held(device, way, random_gradients(*shape, dtype=dtype), **options)
 
 
+@pytest.mark.in_turn("way")
 @of_mma
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_of_mma_alone(device, way, name):
@@ -164,7 +166,7 @@ def test_a_call_of_mma_alone(device, way, name):
         assert_equal(way, found, again(device, ("fwd", "fa2"), arrays, **one))
 
 
-@pytest.mark.in_turn("way", share=2)
+@pytest.mark.in_turn("way")
 @every_way
 @pytest.mark.parametrize(
     "dtype, tiles", [(dtype, x) for dtype, all_tiles in TILES.items() for x in all_tiles], ids=str
@@ -184,7 +186,7 @@ def test_tiles(device, way, dtype, tiles):
 HEAD_DIMS = (1, 2, 3, 7, 8, 16, 20, 31, 32, 33, 40, 64, 80, 96, 128, 144, 160, 192, 256)
 
 
-@pytest.mark.in_turn("way", share=2)
+@pytest.mark.in_turn("way")
 @every_way
 @dtypes
 @pytest.mark.parametrize("d", HEAD_DIMS)
@@ -207,6 +209,7 @@ def test_head_dims_with_several_tiles(device, way, dtype, d):
     assert_equal(way, found, again(device, way, arrays, layout="odd", **options))
 
 
+@pytest.mark.in_turn("way")
 @of_mma
 @pytest.mark.parametrize("d", HEAD_DIMS)
 def test_head_dims_of_mma_alone(device, way, d):
@@ -247,7 +250,7 @@ def test_a_broadcast_batch_of_inputs(device, way, dtype):
     held(device, way, arrays, tiles=tiles_of(way, dtype), layout="broadcast")
 
 
-@pytest.mark.in_turn("way", share=2)
+@pytest.mark.in_turn("way")
 @every_way
 @dtypes
 @either_mask
@@ -289,7 +292,7 @@ VALUES = [
 ]
 
 
-@pytest.mark.in_turn("forward", share=3)
+@pytest.mark.in_turn("forward", share=2)
 @pytest.mark.parametrize("forward", ALL_FORWARD)
 @dtypes
 @pytest.mark.parametrize("change, causal", VALUES)
@@ -455,12 +458,20 @@ def alone(B, Hq, Nq, Nk, tiles):
 
 
 ALONE = list(alone(2, 2, 11, 21, Tiles(8, 16)))
+# By default, successive options have float32 and float16 in turn.
+ALONE_IN_TURN = [
+    pytest.param(dtype, name, marks=() if n % 2 == k else pytest.mark.slow)
+    for n, name in enumerate(ALONE)
+    for k, dtype in enumerate(("float32", "float16"))
+]
+ALONE_IN_TURN += [
+    pytest.param(*SLOW_BFLOAT16.values, name, marks=SLOW_BFLOAT16.marks) for name in ALONE
+]
 
 
 @pytest.mark.in_turn("way")
 @every_way
-@dtypes
-@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize("dtype, name", ALONE_IN_TURN)
 def test_an_option_alone(device, way, dtype, name):
     """Where lengths hide rows or columns these are NaN."""
     B, Hq, _, Nq, Nk, _ = shape = SIZES[dtype]
@@ -490,7 +501,7 @@ HUGE = {
 }
 
 
-@pytest.mark.in_turn("way", share=2)
+@pytest.mark.in_turn("way")
 @every_way
 @pytest.mark.parametrize("name", HUGE)
 def test_huge_logits_with_an_option(device, way, name):
@@ -512,7 +523,7 @@ BLIND = {
 }
 
 
-@pytest.mark.in_turn("way", share=2)
+@pytest.mark.in_turn("way")
 @every_way
 @pytest.mark.parametrize("name", BLIND)
 def test_rows_that_see_no_column(device, way, name):
@@ -565,7 +576,7 @@ EVERYTHING = {
 }
 
 
-@pytest.mark.in_turn("way", share=2)
+@pytest.mark.in_turn("way")
 @every_way
 @dtypes
 @pytest.mark.parametrize("names", EVERYTHING.values(), ids=EVERYTHING)
@@ -596,7 +607,7 @@ layouts = st.sampled_from([name for name in LAYOUTS if name != "broadcast"])
 
 @every_way
 @dtypes
-@settings(examples(12), phases=[Phase.explicit, Phase.generate])
+@settings(examples(12 if conftest.every_example else 6), phases=[Phase.explicit, Phase.generate])
 @given(shapes, names_of_options, st.integers(0, 2), seeds, layouts, st.sampled_from([None, 5, 24]))
 def test_any_problem(way, dtype, shape, names, tiles, seed, layout, d_v):
     if dtype != "float32":
@@ -625,7 +636,7 @@ SAME = {
 }
 
 
-@pytest.mark.in_turn("way", share=2)
+@pytest.mark.in_turn("way")
 @every_way
 @pytest.mark.parametrize("pair", SAME.values(), ids=SAME)
 def test_two_ways_to_say_it_give_the_same_bits(way, pair):

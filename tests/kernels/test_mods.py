@@ -720,7 +720,7 @@ def test_which_gradients_need_the_score_and_which_are_summed_first():
     assert unread.gradient is None and list(unread.differentiated) == ["dscore_mod_0"]
 
 
-@pytest.mark.in_turn("way")
+@pytest.mark.in_turn("unit")
 @pytest.mark.parametrize("unit", ["simt", "mma", "wgmma"])
 @pytest.mark.parametrize("way", ["fa1", "fa2"])
 @pytest.mark.parametrize("name", GRADIENTS)

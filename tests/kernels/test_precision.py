@@ -150,16 +150,22 @@ HOPPERS_BACKWARD = {
 }  # fmt: skip
 
 
+@pytest.mark.in_turn("precision")
+@pytest.mark.parametrize("precision", SPLIT)
+@pytest.mark.parametrize("name", BACKWARD)
+def test_gradients_and_counts(device, precision, name):
+    held_gradients(device, "mma", precision, name)
+
+
 @pytest.mark.parametrize(
-    "on, precision, name",
-    [
-        *(("mma", precision, name) for precision in SPLIT for name in BACKWARD),
-        *(("wgmma", "fp16x3", name) for name in HOPPERS_BACKWARD),
-        ("wgmma", "bf16x3", "packed"),
-        ("wgmma", "bf16x3", "window"),
-    ],
+    "precision, name",
+    [*(("fp16x3", name) for name in HOPPERS_BACKWARD), ("bf16x3", "packed"), ("bf16x3", "window")],
 )
-def test_gradients_and_counts(device, on, precision, name):
+def test_gradients_and_counts_on_hopper(device, precision, name):
+    held_gradients(device, "wgmma", precision, name)
+
+
+def held_gradients(device, on, precision, name):
     """As good as float32; with two planes of bfloat16, 2^-15 worse."""
     shape, tiles, options = (BACKWARD if on == "mma" else HOPPERS_BACKWARD)[name]
     q, k, v = inputs(shape, **options)
@@ -213,43 +219,42 @@ def _hard_output(name, algorithm, precision, causal):
     return fa_numba.attention(*HARD[name], **how)
 
 
+@pytest.mark.in_turn("algorithm")
+@pytest.mark.parametrize("algorithm", ["fa1", "fa2"])
 @pytest.mark.parametrize("precision", ["fp16x3", "bf16x6"])
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=pytest.mark.slow) if name in LONG else name for name in HARD],
 )
-def test_errors_are_at_most_twice_those_of_cuda_cores(name, precision):
+def test_errors_are_at_most_twice_those_of_cuda_cores(name, precision, algorithm):
     q, k, v = HARD[name]
     options = {"causal": name in ("causal", "one huge row")}
     exact = reference.attention(q, k, v, **options)
-    for algorithm in ("fa1", "fa2"):
-        errors = {
-            p: _distance(_hard_output(name, algorithm, p, **options), exact)
-            for p in ("ieee", precision)
-        }
-        # Where one P is 1 and all others are 0, float32 gives V itself, planes V to a rounding.
-        assert errors[precision] <= 2 * errors["ieee"] + EPS / 2 * np.linalg.norm(exact), errors
+    errors = {
+        p: _distance(_hard_output(name, algorithm, p, **options), exact)
+        for p in ("ieee", precision)
+    }
+    # Where one P is 1 and all others are 0, float32 gives V itself, planes V to a rounding.
+    assert errors[precision] <= 2 * errors["ieee"] + EPS / 2 * np.linalg.norm(exact), errors
 
 
 # Of rows a millionth of a head's largest fp16x3 keeps 18 bits, which gradients show and O does not.
+@pytest.mark.in_turn("size")
+@pytest.mark.parametrize("size", [1e-6, 1e4])
 @pytest.mark.parametrize("name", [name for name in HARD if name not in (*LONG, "one huge row")])
-def test_gradients_err_at_most_twice_as_much_as_those_of_cuda_cores(name):
+def test_gradients_err_at_most_twice_as_much_as_those_of_cuda_cores(name, size):
     q, k, v = HARD[name]
     options = {"causal": name == "causal"}
     dout = outliers((2, *q.shape))[1] if name == "outliers" else normal(*q.shape)
     exact = reference.attention_backward(dout, q, k, v, **options)
     precisions = {p: {"precision": p, **options} for p in ("ieee", "fp16x3")}
-    outputs = {
-        p: fa_numba.attention(q, k, v, return_lse=True, **of) for p, of in precisions.items()
-    }
-    for size in (1e-6, 1e4):
-        errors = {}
-        for p, of in precisions.items():
-            O, L = outputs[p]
-            found = fa_numba.attention_backward(np.float32(size) * dout, q, k, v, O, L, **of)
-            errors[p] = [_distance(x / size, y) for x, y in zip(found, exact, strict=True)]
-        for split, ieee, gradient in zip(errors["fp16x3"], errors["ieee"], exact, strict=True):
-            assert split <= 2 * ieee + EPS / 2 * np.linalg.norm(gradient), errors
+    errors = {}
+    for p, of in precisions.items():
+        O, L = fa_numba.attention(q, k, v, return_lse=True, **of)
+        found = fa_numba.attention_backward(np.float32(size) * dout, q, k, v, O, L, **of)
+        errors[p] = [_distance(x / size, y) for x, y in zip(found, exact, strict=True)]
+    for split, ieee, gradient in zip(errors["fp16x3"], errors["ieee"], exact, strict=True):
+        assert split <= 2 * ieee + EPS / 2 * np.linalg.norm(gradient), errors
 
 
 @pytest.mark.parametrize("unit, d", [("mma", 16), ("wgmma", 16), ("wgmma", 72)])

@@ -25,6 +25,7 @@ def layout_of(dtype, d, d_v):
     return "odd" if any(n % (4 if dtype == "float32" else 8) for n in (d, d_v)) else "padded"
 
 
+@pytest.mark.in_turn("causal")
 @either_mask
 @pytest.mark.parametrize(
     "dtype, d, d_v", [*(("float32", *x) for x in PAIRS), *(("float16", *x) for x in HALVES)]
@@ -48,7 +49,8 @@ def test_against_float64(algorithm, dtype, d, d_v, causal):
 )
 @pytest.mark.parametrize("way", ALL_WAYS)
 def test_gradients(way, dtype, d, d_v, causal):
-    arrays = random_gradients(1, 4, 2, 35, 37, d, d_v, dtype=dtype)
+    rows = 19 if dtype == "float32" else 35
+    arrays = random_gradients(1, 4, 2, rows, 37, d, d_v, dtype=dtype)
     how = {"tiles": Tiles(8 if dtype == "float32" else 32, 32), "causal": causal}
     check_gradients("emulator", way, *arrays, layout=layout_of(dtype, d, d_v), **how)
 

@@ -73,6 +73,7 @@ def random_mask(*shape):
     return mask
 
 
+@pytest.mark.in_turn("algorithm")
 @pytest.mark.parametrize("shape", [(Nq, Nk), (B, 1, Nq, Nk), (B, Hq, Nq, Nk), (1, 1, 1, Nk)])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_boolean_mask_is_a_bias_of_minus_infinity(algorithm, shape):

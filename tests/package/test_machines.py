@@ -119,7 +119,7 @@ def test_the_wheel_runs_from_another_folder(tmp_path):
 @pytest.mark.parametrize("capability", [(7, 5), (8, 9), (10, 0), (12, 0)])
 def test_first_calls_on_a_gpu_that_nobody_recorded(capability):
     """By the driver that stands in: what is launched there, in tiles that fit, is right."""
-    q, k, v = random_inputs(1, 2, 1, 70, 70, 64)
+    q, k, v = random_inputs(1, 1, 1, 70, 70, 64)
     dout = np.ones_like(q)
     with no_gpu_but_its_driver(capability) as gpu, no_calls_kept():
         for algorithm in ("fa1", "fa2"):
