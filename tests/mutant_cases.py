@@ -23,6 +23,7 @@ import pytest
 import rooms  # noqa: F401
 import test_append_e4m3
 import test_append_kv
+import test_choices
 import test_e4m3
 import test_e4m3_pages
 import test_group_splits
@@ -30,6 +31,7 @@ import test_inputs
 import test_intrinsics
 import test_kv_splits
 import test_launch_cache
+import test_limits
 import test_merge
 import test_mma_swizzle
 import test_mods
@@ -45,6 +47,7 @@ import test_ptx_warpgroup
 import test_quantize
 import test_recorded_launches
 import test_ring
+import test_ring_steps
 import test_softmax
 import test_torch_stand_in
 import test_value_dim
@@ -129,6 +132,7 @@ CASES["wide"] = (
 BACKWARD_CASES["wide"] = (
     Case((1, 2, 1, 21, 37, 40), Tiles(16, 16, 32), CAUSAL, 2),
     Case((1, 1, 1, 29, 37, 40), Tiles(12, 16, 32)),  # six rows a thread
+    Case((1, 1, 1, 9, 17, 136), Tiles(8, 16)),  # sums in two halves of swizzled rows
 )
 BACKWARD_CASES["splits"] = (
     Case((1, 1, 1, 29, 39, 8), Tiles(8, 16, 64), CAUSAL, 2),
@@ -763,6 +767,8 @@ def host_runs():
     )
     others = (test_launch_cache, test_append_kv, test_merge, test_softmax, test_plans, test_inputs)
     others += (test_prefix, test_options, test_group_splits, test_kv_splits, test_pages)
+    others += (test_choices.test_plans_are_as_they_were,)
+    others += (test_limits.test_a_limit_itself_is_allowed,)
     others += (backward_on_hopper.test_gradients_and_counts,)
     others += (test_mods.test_a_derivative_may_be_given,)
     others += (test_mods.test_gradients_of_captured_arrays_by_name,)
@@ -779,7 +785,7 @@ def host_runs():
     return (
         *runs_of("host", test_recorded_launches),
         *runs_of("torch", test_torch_stand_in),
-        *runs_of("ring", test_ring.test_a_window_is_that_of_the_whole_sequence),
+        *runs_of("ring", test_ring_steps, test_ring.test_a_window_is_that_of_the_whole_sequence),
         *runs_of("intrinsics", test_intrinsics, test_ptx, test_ptx_statements, test_ptx_warpgroup),
         *few,
         *runs_of("host", *others, *merged, quick=False),

@@ -331,12 +331,12 @@ def _codes(code):
 _numbers = itertools.count()
 
 
-def changed(site):
-    """The text of a module with this site changed."""
-    text, (begin, end) = source(site.module), site.span
+def changed(site, new=None):
+    """Return the text of a module with this site changed, to the text `new` if one is given."""
+    text, (begin, end), new = source(site.module), site.span, new or site.new
     # The lines below keep their numbers, by which code is found.
-    lines = text[begin:end].count("\n") - site.new.count("\n")
-    return "".join((text[:begin], site.new, " " * (lines > 0), "\\\n" * lines, text[end:]))
+    lines = text[begin:end].count("\n") - new.count("\n")
+    return "".join((text[:begin], new, " " * (lines > 0), "\\\n" * lines, text[end:]))
 
 
 def planted(site):

@@ -554,7 +554,7 @@ class Probe:
             new = f"{self.NAME}({site.text}, {site.new})"
         else:
             new = f"{site.new}; {self.NAME}(True, False)"
-        return mutants.changed(replace(site, new=new))
+        return mutants.changed(site, new)
 
     @contextlib.contextmanager
     def planted(self) -> Iterator[Probe]:
@@ -602,6 +602,11 @@ class Proof:
     noticed: str = ""
 
     @property
+    def holds(self) -> bool:
+        """Whether random calls run the changed code, and none notices it."""
+        return self.reached > 0 and not self.noticed
+
+    @property
     def kind(self) -> str:
         if self.noticed:
             return "noticed"
@@ -622,6 +627,7 @@ def prove(
     found among `most` calls that run the changed code.
     """
     found, probe = Proof(), Probe(site)
+    probe.text()  # raises an error of this file here, before a call could be said to notice it
     words = site.module.split(".")
     names = tuple(u for u in UNITS if u in words) or UNITS
     if site.module == TORCH or "ring" in words:

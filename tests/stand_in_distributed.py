@@ -23,6 +23,7 @@ class Distributed:
     """``torch.distributed`` for ``ranks`` threads, made by ``run``.
 
     ``sent`` has (rank, to, bytes) of every ``isend``, ``asked`` how often ranks agreed on the host.
+    ``beside`` has the groups of backend gloo that were made, by the group with the same ranks.
     """
 
     def __init__(self, ranks, backend="gloo"):
@@ -30,7 +31,7 @@ class Distributed:
         self.own, self.sent, self.asked = threading.local(), [], 0
         self.turn = threading.Condition()
         self.messages, self.gathered, self.failed = {}, {}, False
-        self.left, self.waits = ranks, {}
+        self.left, self.waits, self.beside = ranks, {}, {}
         self.group = SimpleNamespace(WORLD=object())
         self.ReduceOp = SimpleNamespace(MAX=lambda every: np.max(every, axis=0))
 
@@ -47,7 +48,15 @@ class Distributed:
         return self.ranks
 
     def get_backend(self, group=None):
-        return self.backend
+        return "gloo" if group in self.beside.values() else self.backend
+
+    def get_process_group_ranks(self, group):
+        assert group is not None
+        return [group, *range(self.ranks)]
+
+    def new_group(self, ranks, *, backend, timeout, use_local_synchronization):
+        assert (backend, timeout, use_local_synchronization) == ("gloo", None, True)
+        return self.beside.setdefault(ranks[0], f"gloo group {len(self.beside)}")
 
     def P2POp(self, operation, tensor, peer, group):
         return operation, tensor, peer
@@ -79,6 +88,8 @@ class Distributed:
         return [SimpleNamespace(wait=how(x, peer)) for how, x, peer in operations]
 
     def all_reduce(self, own, op, group=None, async_op=False):
+        assert self.get_backend(group) == "gloo"
+
         def wait():
             own.values[...] = op(everyone())
 
@@ -86,6 +97,7 @@ class Distributed:
         return SimpleNamespace(wait=wait) if async_op else wait()
 
     def all_gather_object(self, every, own, group=None):
+        assert self.get_backend(group) == "gloo"
         every[:] = self._asked(copy.deepcopy(own))()
 
     def _asked(self, own):

@@ -14,6 +14,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import stand_in_device
+import stand_in_torch
 from helpers import random_inputs
 from stand_in_device import Address, aligned, on_gpu, owner_of
 from stand_in_torch import Tensor
@@ -24,6 +25,7 @@ from fa_numba import device as devices
 from fa_numba.choices.requests import Choices
 from fa_numba.device import launch_record, planning_for
 from fa_numba.host import binding, launch_cache, planning
+from fa_numba.host.arrays import address_and_kind
 from fa_numba.options import AttentionOptions
 
 SIZES = (2, 2, 1, 5, 9, 4)  # B, Hq, Hk, Nq, Nk, d
@@ -433,6 +435,28 @@ def test_everything_that_launches_depend_on_is_in_the_key(key_of):
 
 
 CHOICES = {"algorithm": "fa1", "tiles": Tiles(16, 16), "unit": "simt", "return_lse": True}
+
+
+def test_contents_are_in_the_key_with_their_dtype(key_of, torch):
+    """Of blocks as a digest; of arrays that torch or NumPy made, since others may be invalid."""
+    lens, blocks = np.array([5, 2], np.int32), np.ones((1, 1, 50, 50), bool)
+    keys = [launch_cache._content("q_lens", x) for x in (lens, lens.view(">i4"))]
+    assert keys[0] != keys[1] and key_of(q_lens=Tensor.of(lens)) is not None
+    assert key_of(q_lens=on_gpu(lens)) is None
+    found = key_of(block_mask=blocks)
+    assert max(len(x) for x in found if isinstance(x, bytes)) == 64
+    assert max(len(x) for x in key_of(q_lens=np.zeros(99, int)) if isinstance(x, bytes)) == 99 * 8
+
+
+def test_tensors_that_are_looked_up(torch, gpu):
+    """Those on a GPU, of torch's own classes."""
+    values = on_gpu(inputs()[0]).values
+    plain, parameter = address_and_kind(Tensor.of(values)), stand_in_torch.Parameter()
+    vars(parameter).update(vars(Tensor.of(values)))
+    assert plain is not None and address_and_kind(parameter) == plain
+    other = type("Other", (Tensor,), {}).of(values)
+    on_host = Tensor.of(np.zeros((1, 2), np.float32))
+    assert address_and_kind(other) is address_and_kind(on_host) is None
 
 
 def test_everything_that_an_array_is_is_in_the_key(key_of, torch):

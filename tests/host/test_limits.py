@@ -14,12 +14,13 @@ from fa_numba import bounds, io_model
 from fa_numba import device as devices
 from fa_numba.checks import MAX_KV_SPLITS, MOST_BLOCKS, PAGE_SIZES, as_table
 from fa_numba.choices import splits, tiles
+from fa_numba.choices.units import Unit
 from fa_numba.commands.arguments import MAX_SEQLEN as LONGEST_OF_COMMANDS
 from fa_numba.commands.arguments import whole
 from fa_numba.device.tensor_map import TiledArray
 from fa_numba.dropout import MAX_HEADS
 from fa_numba.emulator import WRAPS
-from fa_numba.host import binding, blocks, placement
+from fa_numba.host import binding, blocks, placement, softmax
 from fa_numba.host.arrays import _contiguous as dense
 from fa_numba.host.held import COPIED_BYTES
 from fa_numba.host.plans import Launch, LaunchPlan
@@ -222,6 +223,24 @@ def test_integers_of_callers_are_not_cut_to_32_bits(dtype):
             as_table(np.array([[2**63]], dtype))
         with pytest.raises(ValueError, match=r"page numbers .* got 9223372036854775807"):
             as_table(np.array([[2**63 - 1]], dtype))
+
+
+def test_a_limit_itself_is_allowed(monkeypatch):
+    """And what is just above the limit is refused."""
+    with devices.using("emulator"):
+        steps, empty = placement.EMULATOR_SECONDS * Unit.emulated_steps, LaunchPlan(launches=())
+        placement.check_steps(empty, "x", steps)
+        with pytest.raises(ValueError, match="x would take the emulator up to about 30 s"):
+            placement.check_steps(empty, "x", 1.001 * steps)
+        monkeypatch.setattr(softmax, "MAX_SEQLEN", 4)
+        assert fa_numba.softmax(np.zeros((1, 4), np.float32)).tolist() == [[0.25] * 4]
+        with pytest.raises(ValueError, match="x must have at most 4 elements per vector, got 5"):
+            fa_numba.softmax(np.zeros((1, 5), np.float32))
+        for columns, says in ((2**15, "fewer than 2.*31 blocks, got 2147483648"), (2**14, "take")):
+            with pytest.raises(ValueError, match=says):
+                fa_numba.create_block_mask(
+                    lambda b, h, i, j: i > j, 1, 1, 2**16, columns, block_size=1
+                )
 
 
 def test_pages_have_at_most_256_rows():

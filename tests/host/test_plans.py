@@ -19,8 +19,10 @@ from fa_numba.choices.requests import Choices, Request
 from fa_numba.device import Kernel, array_type
 from fa_numba.dtypes import DTYPES, UNSCALED
 from fa_numba.emulator import EmulatorError
-from fa_numba.host import execution, standard
+from fa_numba.host import calls, execution, merging, planning, standard
+from fa_numba.host.arrays import operand
 from fa_numba.host.plans import Launch
+from fa_numba.kernels import merge_splits, planes
 from fa_numba.options import FEATURES, PLAIN, AttentionOptions, Features, argument_of
 from fa_numba.problem import Problem
 
@@ -83,6 +85,29 @@ def test_a_launch_binds_parameters_that_there_are():
     assert dict(Launch.of(kernel, (1, 1, 1), K="V").arguments)["K"] == "V"
     with pytest.raises(TypeError, match="^kernel fa2_forward has no parameter S; .* Q, K"):
         Launch.of(kernel, (1, 1, 1), S="P")
+
+
+def test_outputs_that_blocks_add_to_are_zeros_before():
+    """Other outputs are not filled, which would take time."""
+    for dtype, query_splits, added in (
+        *(("float32", 1, []), ("float32", 3, ["dK", "dV"])),
+        *(("float16", 1, []), ("float16", 3, [])),  # which are rounded from sums of float32
+    ):
+        how = {"algorithm": "fa1", "passes": "bwd", "dtype": dtype, "query_splits": query_splits}
+        plan = fa_numba.plan((1, 2, 50, 8), (1, 2, 61, 8), **how)
+        assert [x.name for x in plan.outputs if x.zeroed] == added
+    how = {"passes": "bwd", "bias": (1, 1, 50, 61), "return_dbias": True}
+    plan = fa_numba.plan((1, 2, 50, 8), (1, 2, 61, 8), **how)
+    assert [(x.name, x.shape) for x in plan.outputs if x.zeroed] == [("dbias", (1, 1, 50, 61))]
+
+
+def test_merges_have_workspace_from_the_third_part_on():
+    facts = (2, 3, 5, 8), ((2, 3, 5, 8), (2, 3, 5)), "float16"
+    for parts, names in ((2, []), (3, ["A", "M1"]), (4, ["A", "M1", "M0"]), (5, ["A", "M1", "M0"])):
+        plan = merging.plan_of_merge(*facts, parts, True)
+        assert [x.name for x in plan.workspace] == names
+        used = {x for launch in plan.launches for x in launch.arguments.values()}
+        assert used >= {*names}
 
 
 # --- arrays ------------------------------------------------------------------------------------
@@ -261,6 +286,18 @@ def test_what_hoppers_unit_was_not_compiled_with_is_refused_by_its_arguments_nam
 # --- kept and shown ----------------------------------------------------------------------------
 
 
+def test_a_refusal_names_the_units_that_can(monkeypatch):
+    mma, wgmma, simt = (units.UNITS[name] for name in ("mma", "wgmma", "simt"))
+    with pytest.raises(ValueError, match=r"from 1 to 2 on unit 'mma', got 3; unit 'wgmma' takes"):
+        planning.planned(asked(unit="mma", tiles=Tiles(64, 64, stages=3)))
+    monkeypatch.setattr(wgmma, "staged", mma.staged)
+    with pytest.raises(ValueError, match=r"from 1 to 2 on unit 'mma', got 3$"):
+        planning.planned(asked(unit="mma", tiles=Tiles(64, 64, stages=3)))
+    monkeypatch.setattr(simt, "splits_queries", frozenset({("fa1", "fwd")}))
+    with pytest.raises(ValueError, match=r"needs algorithm 'fa1' \(unit 'mma' or 'wgmma'\)$"):
+        planning.planned(asked(passes="bwd", query_splits=2))
+
+
 def test_a_plan_of_other_tiles_is_another():
     plan = fa_numba.plan((1, 1, 64, 8), (1, 1, 64, 8), tiles=Tiles(16, 16))
     assert plan != fa_numba.plan((1, 1, 64, 8), (1, 1, 64, 8), tiles=Tiles(32, 16))
@@ -423,6 +460,80 @@ def test_rows_of_standard_attention_in_shared_memory():
     assert max(k.shared_bytes for k in long.kernels) <= devices.shared_bytes_limit()
     shapes = (((1, 1, 9, d), (1, 1, 9, d), (1, 1, 9, 256)) for d in (8, 256))
     assert len({fa_numba.plan(*each, **how).tiles for each in shapes}) == 1
+
+
+def test_kernels_beside_the_main_one_are_made_for_their_matrix(monkeypatch):
+    """Planes of K and V for keys, what rounds dV for its head dimension, merges by their rows."""
+    planned, made = planning.planned.__wrapped__, []
+    monkeypatch.setattr(planning, "planned", planned)
+
+    def seen(kernels, name, facts):
+        make = getattr(kernels, name)
+        monkeypatch.setattr(
+            kernels,
+            name,
+            lambda *given, **how: made.append(facts(*given, **how)) or make(*given, **how),
+        )
+
+    seen(planes, "make_split_rows", lambda facts: facts.keys)
+    seen(merge_splits, "make_merge", lambda facts: facts.features)
+    seen(
+        units.UNITS["mma"].kernels.rows,
+        "make_round_rows",
+        lambda d, *_, splits=1, **__: (d, splits),
+    )
+    q, k, v = (1, 4, 40, 64), (1, 2, 40, 64), (1, 2, 40, 32)
+    for lens, keys in (({}, [False] * 3), ({"q_lens": [9]}, [False, True, True])):
+        made.clear()
+        fa_numba.plan(q, k, precision="fp16x3", unit="mma", **lens)
+        assert made == keys
+    made.clear()
+    how = {"passes": "bwd", "dtype": "float16", "unit": "wgmma", "group_splits": 2}
+    with bounds.DEVICES["H200"].planning():
+        plan = fa_numba.plan(q, k, v, **how)
+    assert [x for x in made if x[1] == 2] == [(64, 2), (32, 2)]
+    shapes = {x.name: x.shape[-1] for x in plan.workspace}
+    assert (shapes["parts of dK"], shapes["parts of dV"]) == (64, 32)
+    packed = {"cu_seqlens_q": [0, 40], "kv_splits": 2}
+    made.clear()
+    fa_numba.plan(q, k, kv_splits=2)
+    fa_numba.plan((40, 4, 64), (40, 2, 64), cu_seqlens_k=[0, 40], **packed)
+    fa_numba.plan((40, 4, 64), (9, 2, 16, 64), block_table=(1, 3), kv_lens=[40], **packed)
+    assert [(x.packed, x.page_size) for x in made] == [(False, 0), (True, 0), (True, 16)]
+    assert made[0] == PLAIN
+
+
+def test_rows_of_incomplete_chunks_are_not_read_by_chunks():
+    """Even if each row starts at a multiple of 16 bytes."""
+    for d, aligned in ((6, False), (8, True)):
+        problem = Problem(1, 1, 1, 5, 5, d)
+        x = operand("q", np.zeros((1, 1, 5, 8), np.float32)[..., :d])
+        assert x.aligned and calls.aligned_rows(problem, [x], x) is aligned
+
+
+def test_standard_attentions_kernels_are_compiled_without_what_they_do_not_read():
+    """A call with another option has the kernels of a call without it, but for those named."""
+    names = {"fwd": ["scores", "softmax", "output"]}
+    names["bwd"] = ["scores", "softmax", "product", "gradients", "dV", "dQ", "dK"]
+    for passes, of_launches in names.items():
+        options = {
+            "dropout_p": (0.1, ["softmax"] if passes == "fwd" else ["gradients"]),
+            "sinks": ((2,), ["softmax"]),
+            "dlse": (True, ["gradients"]),
+            "return_dbias": (True, ["gradients"]),
+            "causal": (True, ["scores"]),
+            "alibi_slopes": ((2,), ["scores"]),
+            "softcap": (2.0, ["scores"]),
+        }
+        how = {"algorithm": "standard", "passes": passes, "bias": (1, 1, 9, 9)}
+        plain = fa_numba.plan((1, 2, 9, 8), (1, 2, 9, 8), **how).launched
+        for option, (value, reads) in options.items():
+            if option in {"fwd": ("dlse", "return_dbias"), "bwd": ("softcap",)}[passes]:
+                continue
+            found = fa_numba.plan((1, 2, 9, 8), (1, 2, 9, 8), **how, **{option: value}).launched
+            kernels = zip(of_launches, plain, found, strict=True)
+            named = [name for name, before, now in kernels if before is not now]
+            assert named == reads, (passes, option)
 
 
 @pytest.mark.parametrize("passes", ["fwd", "bwd"])

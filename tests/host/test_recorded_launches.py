@@ -433,6 +433,21 @@ def test_strides_that_are_left_out_are_those_of_dense_rows(gpu, library):
 # --- other libraries -------------------------------------------------------------------------
 
 
+def test_arrays_of_the_host_are_those_of_their_library(torch):
+    """bfloat16 as torch names it; JAX's are never written, and made from what was written."""
+    x = operand("q", Tensor.of(np.zeros((1, 2, 3, 4), np.uint16), "bfloat16"))
+    assert (x.dtype, x.host.dtype, x.library) == ("bfloat16", np.int16, "torch")
+    unread = Tensor.of(np.zeros((1, 2, 3, 4), np.float32))
+    unread.dtype = "torch.complex32"
+    with pytest.raises(TypeError, match=r"^q must be float32, .* got complex32$"):
+        operand("q", unread)
+    on_host = type("OnHost", (JaxArray,), {"__array__": lambda self, *_, **__: self.values})
+    with no_jax_but_its_names() as jax:
+        jax.device_put = lambda made, where: ("put", made, where.platform)
+        x = operand("q", on_host(np.zeros((1, 2, 3, 4), np.float32), "cpu"))
+        assert x.library == "jax" and not x.writable and x.finish(5) == ("put", 5, "cpu")
+
+
 def test_jax_arrays_are_read_when_ready_and_made_when_done(gpu, kept):
     with no_jax_but_its_names():
         for ordinal in (1, 0):
@@ -564,16 +579,20 @@ def addresses_of(memory):
 def test_extents_and_overlaps_are_those_of_the_elements():
     random = np.random.default_rng(11)
     found = layouts(random, 200)
-    shared = itself = 0
+    shared = itself = too_long = 0
     for a, b in itertools.islice(zip(found, found, strict=False), 400):
         mine, others = addresses_of(a), addresses_of(b)
         begin, end = overlap.extent(a)
         assert (a.pointer + begin, a.pointer + end) == (min(mine), max(mine) + 4)
-        assert overlap.overlap(a, b) == bool({*mine} & {*others})
+        shares = overlap.overlap(a, b)
+        assert shares == bool({*mine} & {*others})
+        with mock.patch.object(overlap, "_OVERLAP_WORK", 1):
+            too_long += overlap.overlap(a, b) > shares
         if len({*mine}) < len(mine):
             assert overlap.overlaps_itself(a)
-        shared, itself = shared + overlap.overlap(a, b), itself + overlap.overlaps_itself(a)
+        shared, itself = shared + shares, itself + overlap.overlaps_itself(a)
     assert 50 < shared < 350 and 50 < itself < 350
+    assert too_long > 0  # what takes too long to find out counts as shared
     assert not overlap.overlaps_itself(SimpleNamespace(shape=(1, 3), strides=(0, 4)))
 
 
@@ -709,6 +728,16 @@ def test_parts_are_merged_and_blocks_made_on_one_gpu(gpu):
     ):
         fa_numba.merge([x, x], [lse, lse])
     assert not gpu.launches
+
+
+def test_the_lists_of_blocks_are_on_the_gpu_before_a_kernel_reads_them(gpu, monkeypatch):
+    with devices.using("emulator"):
+        mask = fa_numba.create_block_mask(lambda b, h, i, j: i > j, 1, 1, 40, 40)
+    steps = []
+    monkeypatch.setattr(devices, "to_gpu", lambda x: steps.append("copy") or on_gpu(x))
+    monkeypatch.setattr(devices, "synchronize", lambda: steps.append("wait"))
+    mask.lists.at(0)
+    assert steps == 3 * ["copy"] + ["wait"]
 
 
 # --- streams ---------------------------------------------------------------------------------

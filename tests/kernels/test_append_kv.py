@@ -308,6 +308,9 @@ def test_integers_on_a_gpu_are_read_when_they_are_to_be_checked(gpu, kept):
         match=r"block_table\[0, 1\] must be the number of a page of k.*got 5",
     ):
         fa_numba.flash_attention_2(q, *pages, **integers)
+    more = integers | {"new_lens": on_gpu(np.array([3], np.int32))}
+    with pytest.raises(ValueError, match=r"new_lens .*from 0 to 1 \(the rows of k_new\), got 3"):
+        fa_numba.append_kv(*pages, *new, **more)
     integers["kv_lens"].values[0] = 64
     with pytest.raises(ValueError, match=r"kv_lens plus .*got 64 \+ 1 for batch entry"):
         fa_numba.append_kv(*pages, *new, **integers)
