@@ -737,7 +737,7 @@ def ring_join(parts: Any, *, causal: bool = False, dim: int = -2) -> torch.Tenso
     >>> fa_numba.torch.ring_join([torch.tensor([0, 3]), torch.tensor([1, 2])], causal=True, dim=0)
     tensor([0, 1, 2, 3])
     """
-    parts, pieces = list(parts), []
+    parts, pieces = list(parts), {}
     sizes = [x.shape[dim] for x in parts]
     if len(set(sizes)) != 1:
         raise ValueError(
@@ -748,6 +748,6 @@ def ring_join(parts: Any, *, causal: bool = False, dim: int = -2) -> torch.Tenso
     for rank, x in enumerate(parts):
         at = 0
         for begin, end in rows_of(rank, len(parts), size, as_flag("causal", causal)):
-            pieces.append((begin, x.narrow(dim, at, end - begin)))
+            pieces[begin] = x.narrow(dim, at, end - begin)
             at += end - begin
-    return torch.cat([x for _, x in sorted(pieces, key=lambda each: each[0])], dim)
+    return torch.cat([pieces[begin] for begin in sorted(pieces)], dim)

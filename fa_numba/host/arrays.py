@@ -5,7 +5,9 @@ The module also checks the arrays that a caller passes.
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -335,7 +337,7 @@ def _contiguous(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
 
     ``itemsize`` is the size of an element in bytes.
     """
-    return tuple(np.cumprod((itemsize, *shape[:0:-1]), dtype=np.int64)[::-1].tolist())
+    return tuple(itertools.accumulate((itemsize, *shape[:0:-1]), operator.mul))[::-1]
 
 
 def _from_interface(name: str, array: Any) -> Operand:

@@ -144,7 +144,7 @@ class Binding:
             mod, values = mods.captured(name, given[name])
             given[name] = mod
             for known_as, (own, value) in zip(mod.fields, values, strict=True):
-                if not mods.is_array(value) or isinstance(value, np.generic):
+                if not mods.is_array(value):
                     numbers[known_as] = value
                 elif not shapes:
                     arrays[known_as] = operand(_used(own, name, mod), value, CAPTURED)
@@ -192,7 +192,7 @@ class Binding:
             checks.check_shape("kv_lens", shape, (problem.batch,), of=checks.PER_ENTRY)
         if self.paged.checked is not None:
             table, lens = self.paged.checked
-            check_table(table, lens, problem.pages or 0, problem.page_size or 0)
+            check_table(table, lens, cast(int, problem.pages), cast(int, problem.page_size))
         if isinstance(self.block_mask, BlockMask):
             self.block_mask.check(problem)
         return problem

@@ -55,7 +55,7 @@ def holding(option: str, function: Any, *, tensors: bool = True) -> FunctionType
     mod, values = mods.captured(option, function)
     held, watched = dict(values), []
     for name, value in values:
-        if not mods.is_array(value) or isinstance(value, np.generic):
+        if not mods.is_array(value):
             continue
         of_torch = _is_tensor(value)
         if of_torch and not tensors:

@@ -133,6 +133,8 @@ class KeptCall:
         their addresses is the same as in the first call, which checked the arrays. Interleaved
         pages of K and V, for example, pass this second test.
         """
+        if not self.written:
+            return False
         spans = [
             (p + begin, p + end) for p, (begin, end) in zip(pointers, self.extents, strict=True)
         ]
@@ -164,9 +166,9 @@ def describe_call(
     if not options:  # most calls: the loops below would find nothing
         found = _add_arrays((*arrays, *_NO_ARRAYS, out), key, pointers)
         return found and Call(tuple(key), pointers, _NO_SEED, None, *found)
-    paged = options.get("block_table") is not None
-    if paged and options.get("check_table"):
+    if options.get("check_table"):
         return None
+    paged = options.get("block_table") is not None
     named = (*ARRAYS, *PAGING, "new_lens") if paged else tuple(ARRAYS)
     captured: list[Any] = []
     mask = options.get("block_mask")
@@ -261,7 +263,7 @@ def _add_captured(found: mods.Captured, key: list[Any], arrays: list[Any]) -> No
     mod, values = found
     key += (mod.option, mod)
     for _, value in values:
-        if mods.is_array(value) and not isinstance(value, np.generic):
+        if mods.is_array(value):
             arrays.append(value)
         else:
             key += (type(value), value)
@@ -302,7 +304,7 @@ def replay(call: Call | None, out: Any, stream: Any) -> list[Any] | None:
     if found is None:
         return None
     call = call.with_blocks(found.tile)
-    if found.written and found.may_overlap(call.pointers):
+    if found.may_overlap(call.pointers):
         return None
     handle = placement.stream_handle(stream, found)
     if device.current_context() == found.context:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from fa_numba.choices.requests import Request
 from fa_numba.device import Kernel
 from fa_numba.emulator.counts import columns, html_table
 from fa_numba.host.binding import LOG2E
+from fa_numba.mods import Mod
 from fa_numba.options import POWERS, UNIFORM
 from fa_numba.problem import Problem
 from fa_numba.tiling import Tiles
@@ -67,7 +69,11 @@ class Launch:
         ------
         TypeError
             If a name in ``bound`` is no parameter of the kernel.
+        ValueError
+            If ``grid`` does not consist of three numbers.
         """
+        if len(grid) != 3:
+            raise ValueError(f"grid must consist of three numbers, got {grid}")
         names = parameters(kernel)
         for name in bound:
             if name not in names:
@@ -337,12 +343,13 @@ class Plan(LaunchPlan):
             outputs = [Buffer("dQ", p.q_shape, p.dtype)]
             of_keys = {"dK": p.k_shape, "dV": p.v_shape}
             outputs += [Buffer(*x, p.dtype, zeroed=added) for x in of_keys.items()]
-            if p.bias is not None and choices.return_dbias:  # atomic adds
-                outputs.append(Buffer("dbias", p.bias, zeroed=True, like="bias"))
+            if choices.return_dbias:  # atomic adds
+                shape = cast(tuple, p.bias)
+                outputs.append(Buffer("dbias", shape, zeroed=True, like="bias"))
             if choices.return_dsinks:
                 outputs.append(Buffer("dsinks", (p.heads_q,)))
-            if choices.return_dcaptured and p.score_mod is not None:  # atomic adds
-                of = p.score_mod.differentiated.items()
+            if choices.return_dcaptured:  # atomic adds
+                of = cast(Mod, p.score_mod).differentiated.items()
                 outputs += [Buffer(name, (), zeroed=True, like=field) for name, field in of]
         return cls(
             algorithm=choices.algorithm,

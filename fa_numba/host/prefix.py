@@ -17,7 +17,7 @@ import copyreg
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -223,7 +223,7 @@ def _of_prefix(problem: Problem, k_shape: Any, v_shape: Any, options: Any) -> Pr
             )
     names = ("heads_q", "heads_k", "head_dim", "head_dim_v", "dtype")
     kept = {name: getattr(problem, name) for name in (*names, "scale", "softcap", "precision")}
-    rows = sum(problem.q_lens or ()) if problem.packed else problem.batch * problem.seqlen_q
+    rows = sum(cast(tuple, problem.q_lens)) if problem.packed else problem.batch * problem.seqlen_q
     return Problem(batch=1, seqlen_q=rows, seqlen_k=k[axes.index("seqlen")], **kept)
 
 

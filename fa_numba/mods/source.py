@@ -170,7 +170,12 @@ def _functions(
 
 
 def is_array(value: Any) -> bool:
-    """Return whether the value is an array of any library. An array may have zero axes."""
+    """Return whether the value is an array of any library. An array may have zero axes.
+
+    NumPy scalars such as ``np.float32(0.5)`` have the attributes of arrays. They count as numbers.
+    """
+    if isinstance(value, np.generic):
+        return False
     return isinstance(getattr(value, "shape", None), tuple) and hasattr(value, "dtype")
 
 

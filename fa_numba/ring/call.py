@@ -99,7 +99,7 @@ _known: dict[Any, Known] = {}
 
 def _facts(x: Any) -> tuple:
     """Return all properties of a tensor on which the checks depend."""
-    return type(x), x.shape, x.dtype, x.device.type, x.device.index, has_tangent(x)
+    return x.shape, x.dtype, x.device.type, x.device.index, has_tangent(x)
 
 
 def _read(options: dict[str, Any]) -> dict[str, Any]:

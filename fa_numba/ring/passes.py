@@ -317,7 +317,7 @@ def _around(
             moving, still = turned(piece.rows, piece.columns)
             of_moving, of_still = computed(piece, held, begin)
             into.take(of_moving, moving, piece.entries)
-            if later and last == 1:
+            if last == 1:
                 behind.append((of_still, still, piece.entries))
             else:
                 ours.take(of_still, still, piece.entries)

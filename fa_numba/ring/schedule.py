@@ -92,11 +92,11 @@ def work(q_rank: int, k_rank: int, causal: bool) -> Work:
     >>> work(1, 0, causal=True)
     Work(rows='all', columns='first', causal=False)
     """
-    if not causal or q_rank == k_rank:
-        return Work(ALL, ALL, causal)
-    if k_rank < q_rank:
+    if causal and k_rank < q_rank:
         return Work(ALL, FIRST, False)
-    return Work(LAST, ALL, False)
+    if causal and k_rank > q_rank:
+        return Work(LAST, ALL, False)
+    return Work(ALL, ALL, causal)
 
 
 def span(half: str, size: int) -> tuple[int, int]:

@@ -85,6 +85,8 @@ def test_a_launch_binds_parameters_that_there_are():
     assert dict(Launch.of(kernel, (1, 1, 1), K="V").arguments)["K"] == "V"
     with pytest.raises(TypeError, match="^kernel fa2_forward has no parameter S; .* Q, K"):
         Launch.of(kernel, (1, 1, 1), S="P")
+    with pytest.raises(ValueError, match=r"^grid must consist of three numbers, got \(1, 1\)"):
+        Launch.of(kernel, (1, 1))
 
 
 def test_outputs_that_blocks_add_to_are_zeros_before():
