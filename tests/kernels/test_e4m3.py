@@ -30,7 +30,7 @@ QUICK = [
     ("standard", 2, 2, 1, 20, 49, 32, {"q_lens": [20, 7], "kv_lens": [0, 47]}),
     ("fa2", 1, 2, 1, 9, 300, 64, {"v_scale": "blocks", "out_dtype": "float32"}),
     ("fa1", 1, 1, 1, 9, 300, 64, {"v_scale": "blocks", "out_dtype": "bfloat16"}),
-    ("standard", 1, 1, 1, 140, 150, 48, {"causal": True, "out_dtype": "float32", **ALL_BLOCKS}),
+    ("standard", 1, 1, 1, 140, 159, 48, {"causal": True, "out_dtype": "float32", **ALL_BLOCKS}),
 ]
 CASES = [
     ("fa2", 1, 1, 1, 1, 1, 128, {}),

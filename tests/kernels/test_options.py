@@ -588,7 +588,7 @@ REFUSED_CALLS = [
      "got 'simt', which multiplies float32 matrices"),
     ("attention", SINGLE, {"unit": "mma"}, ValueError,
      "unit must be 'auto' or 'simt' for float32",
-     "got 'mma', which multiplies float16 or bfloat16 matrices"),
+     "got 'mma', which multiplies float16, bfloat16 or float8_e4m3fn matrices"),
     ("attention", HALVES, {"unit": "tensor"}, ValueError,
      "unit must be 'auto', 'simt', 'mma' or 'wgmma', got 'tensor'"),
     ("attention", HALVES, {"unit": None}, ValueError,

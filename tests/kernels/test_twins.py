@@ -237,10 +237,11 @@ def test_twins_on_hoppers_unit():
     used = [[n for n in parts_used(m, "consume") if n not in later] for m in WGMMA_TWINS]
     assert in_common(*used) == in_common(*used[::-1]) and len(in_common(*used)) >= 8
     # One carries O, l and m through memory, and S leaves registers for P; the other takes work
-    # tiles of a scheduler in ping-pong, and sums l and scales O at last.
+    # tiles of a scheduler in ping-pong, and sums l and scales O at last. It also runs without a
+    # producer warpgroup, for FA-3's Table 2: the consumers then load columns.
     only = [{n.partition(".")[0] for n in set(a) - set(b)} for a, b in (used, used[::-1])]
     assert only[0] == {"fa1_state", "visits", "q_pipeline", "softmax"}
-    assert only[1] == {"scheduler", "pingpong", "softmax", "products", "epilogue"}
+    assert only[1] == {"scheduler", "pingpong", "softmax", "products", "epilogue", "load"}
     # Each says the lines of its own algorithm, FA-1 those of the other beside them.
     named = [re.findall(rf"# .*?FA-2 lines? ({NUMBERS})", text(m)) for m in WGMMA_TWINS]
     assert {*named[0]} == {*named[1]} and len(named[0]) >= 7
@@ -371,12 +372,12 @@ def test_bodies_differ_in_few_lines(twins):
 
 @pytest.mark.parametrize(
     "twins, shared",
-    [(WGMMA_TWINS, 0.43), (WGMMA_BACKWARD_TWINS, 0.405)],
+    [(WGMMA_TWINS, 0.39), (WGMMA_BACKWARD_TWINS, 0.405)],
     ids=["fwd-wgmma", "bwd-wgmma"],
 )
 def test_producers_and_consumers_share_lines(twins, shared):
-    """Forward FA-2 alone has work tiles, products on their way during the softmax, pages, splits
-    and planes: half of what differs.
+    """Forward FA-2 alone has work tiles, products on their way during the softmax, pages, splits,
+    planes and a form without a producer warpgroup: half of what differs.
     """
     differ, lines = differing(*map(factory_lines, twins))
     assert lines - differ >= shared * lines, f"{differ} of {lines} lines differ"

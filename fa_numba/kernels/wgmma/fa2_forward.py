@@ -8,9 +8,6 @@ of the work tile to shared memory. Another loads Kj and Vj; with pages, two thre
 A consumer warpgroup computes 64 rows of Qi and all columns. During its softmax, the tensor cores
 compute P V of the previous column tile, and products of other consumers. While it writes Oi, they
 compute the first S of its next work tile. The end of this file has the details.
-
-If ``ablate`` contains "specialisation", there is no producer. The first consumer thread then loads
-all tiles, and a thread block has one work tile.
 """
 
 from functools import cache
@@ -214,6 +211,9 @@ def make_forward(spec):
 
 
 __doc__ = f"""{__doc__ or ""}
+If ``ablate`` contains "specialisation", there is no producer. The first consumer thread then loads
+all tiles, and a thread block has one work tile.
+
 S, P, O, m and l stay in registers. Scores and m are multiplied by log2(e), so that exponentials are
 powers of 2. With planes, the sums for P V of one tile are separate from O, and O is stored from
 registers to global memory in float32.
