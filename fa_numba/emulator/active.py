@@ -10,7 +10,7 @@ from . import checks
 from .exits import Exits
 from .flow import Flow
 from .groups import WARP, Group, OneByOne, Parting
-from .lanes import FromEnd, Mask
+from .lanes import FromEnd, Mask, every, select, some, truth
 
 MOST_KNOWN = 256  # entries of a cache
 
@@ -44,7 +44,7 @@ class Active(Flow):
 
     def active_lanes(self) -> np.ndarray:
         """Return the numbers of the lanes that take part."""
-        return np.flatnonzero(self.active())
+        return self.active().nonzero()[0]
 
     def whole_warps(self) -> bool:
         """Return whether all 32 lanes or no lanes of each warp take part.
@@ -63,8 +63,7 @@ class Active(Flow):
 
     def first_lane(self) -> int:
         """Return the first lane that takes part; 0 if no lane takes part."""
-        lanes = self.active_lanes()
-        return int(lanes[0]) if lanes.size else 0
+        return 0 if self.mask is None else int(self.mask.argmax())
 
     def first_lane_where(self, values: Any) -> int:
         """Return the first lane that takes part and whose value is true.
@@ -73,8 +72,8 @@ class Active(Flow):
         """
         if values.__class__ is not np.ndarray:
             return self.first_lane() if values else -1
-        lanes = np.flatnonzero(values if self.mask is None else (values != 0) & self.mask)
-        return int(lanes[0]) if lanes.size else -1
+        values = truth(values)
+        return (values if self.mask is None else values & self.mask).tobytes().find(1)
 
     def first_outside(self, index: Any, extent: Any) -> int:
         """Return the first lane that takes part and whose index is outside 0 .. extent - 1.
@@ -111,7 +110,7 @@ class Active(Flow):
         if not self.wraparound and index.__class__ is not FromEnd:
             return index
         if index.__class__ is np.ndarray:
-            return np.where(index < 0, index + extent, index)
+            return select(index < 0, index + extent, index)
         return index + extent if index < 0 else index
 
     def of_lane(self, index: Any, lane: int, as_tuple: bool = False) -> Any:
@@ -135,7 +134,7 @@ class Active(Flow):
         lanes = self.active()
         first = value[self.first_lane()]
         same = (value == first) & lanes
-        if np.count_nonzero(same) != np.count_nonzero(lanes):
+        if same.tobytes() != lanes.tobytes():
             raise Parting(same)
         return first.item()
 
@@ -149,10 +148,10 @@ class Active(Flow):
         blocks, lanes = self.group.blocks, self.active_lanes()
         of_block = np.zeros(self.at_once, value.dtype)
         of_block[blocks[lanes]] = value[lanes]
-        if (of_block[blocks[lanes]] != value[lanes]).any():
+        if some(of_block[blocks[lanes]] != value[lanes]):
             raise OneByOne
         taken = value[lanes]
-        return taken[0].item() if (taken == taken[0]).all() else of_block[blocks]
+        return taken[0].item() if every(taken == taken[0]) else of_block[blocks]
 
     def whole_blocks(self, lanes: np.ndarray) -> np.ndarray:
         """Return `lanes` unchanged if it contains all lanes of each of its thread blocks.
@@ -178,10 +177,10 @@ class Active(Flow):
         if lanes is mask:
             return True
         if mask is None:
-            return bool(lanes.all())
+            return every(lanes)
         known = self._known.get((id(lanes), id(mask)))
         if known is None or known[0] is not lanes or known[1] is not mask:
-            known = self._know(lanes, mask, not (mask & ~lanes).any())
+            known = self._know(lanes, mask, not some(mask & ~lanes))
         return known[2]
 
     def _know(self, one: Any, other: Any, fact: bool) -> tuple[Any, Any, bool]:

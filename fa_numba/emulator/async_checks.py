@@ -1,5 +1,7 @@
 """Compiled loops that check bulk copies and warpgroup products, and mark the elements they use.
 
+The loops that combine what threads know, for knowledge.py, are here too.
+
 These functions are like the functions of checks.py. They are for operations that touch many
 elements of shared memory for one thread or for one warpgroup. Stamps are explained in
 shared_memory.py. Several arguments recur:
@@ -15,6 +17,8 @@ shared_memory.py. Several arguments recur:
     warps     number of warps of the thread block
     base      stamp of the thread block's last barrier
     data, written, reads, touched, copiers, sites    the arrays of a `SharedBuffer`
+    seen, heard    what each warp and each thread knows, see knowledge.py. `heard` is empty if
+              no thread knows more than its warp.
 
 A function that checks elements returns -1 if every access is allowed. Otherwise it returns the
 index into `places` of the first element at which the access is not allowed.
@@ -67,6 +71,103 @@ def before(stamp, known, warps):
     return stamp < last
 
 
+@compiled
+def least_known(seen, heard, tids, warps, known, least):
+    """Set `known` to stamps that every thread in `tids` knows. `least` is working memory.
+
+    For each entry, `known` is the greater of two numbers: the least stamp in `seen` of a warp of
+    these threads, and the least stamp in `heard` of these threads.
+    """
+    more, first = seen.shape[1] - warps, -1
+    for k in range(tids.size):
+        v = tids[k] // WARP
+        if v == first:
+            continue
+        for w in range(warps):
+            last = seen[v, w] if first < 0 else min(seen[v, w], known[WARP * w])
+            for thread in range(WARP * w, WARP * w + WARP):
+                known[thread] = last
+        for column in range(more):
+            last = seen[v, warps + column]
+            n = WARP * warps + column
+            known[n] = last if first < 0 else min(last, known[n])
+        first = v
+    if heard.size:
+        for n in range(least.size):
+            least[n] = heard[tids[0], n]
+        for k in range(1, tids.size):
+            row = heard[tids[k]]
+            for n in range(least.size):
+                least[n] = min(least[n], row[n])
+        for n in range(least.size):
+            known[n] = max(known[n], least[n])
+
+
+@compiled
+def add_known(seen, heard, starts, tids, warps, past):
+    """Raise the stamps in `past` to what any thread in `tids` knows.
+
+    The threads know their own accesses up to the last synchronisation of their warps, `starts`.
+    """
+    before = -1
+    for k in range(tids.size):
+        v = tids[k] // WARP
+        if v == before:
+            continue
+        before = v
+        for w in range(warps):
+            last = seen[v, w]
+            for thread in range(WARP * w, WARP * w + WARP):
+                past[thread] = max(past[thread], last)
+        for column in range(seen.shape[1] - warps):
+            n = WARP * warps + column
+            past[n] = max(past[n], seen[v, warps + column])
+    if heard.size:
+        hear(past, heard, tids)
+    for k in range(tids.size):
+        past[tids[k]] = max(past[tids[k]], starts[tids[k] // WARP])
+
+
+@part_of_a_loop
+def hear(past, heard, tids):
+    """Raise the stamps in `past` to the stamps in `heard` of any thread in `tids`."""
+    for k in range(tids.size):
+        row = heard[tids[k]]
+        for n in range(past.size):
+            past[n] = max(past[n], row[n])
+
+
+@compiled
+def learn_by_warp(seen, whole, warps, known):
+    """Raise the stamps in `seen` of the warps `whole` to what all threads of a warp know.
+
+    `known` contains a stamp for each thread, as `known` at the top of this module. Return whether
+    `known` contains no more than that: equal stamps for the threads of each warp.
+    """
+    alike = True
+    for w in range(warps):
+        last = known[WARP * w]
+        for thread in range(WARP * w + 1, WARP * w + WARP):
+            alike = alike and known[thread] == last
+            last = min(last, known[thread])
+        for k in range(whole.size):
+            seen[whole[k], w] = max(seen[whole[k], w], last)
+    for k in range(whole.size):
+        for column in range(seen.shape[1] - warps):
+            n = warps + column
+            seen[whole[k], n] = max(seen[whole[k], n], known[WARP * warps + column])
+    return alike
+
+
+@compiled
+def learn_by_thread(heard, tids, known):
+    """Raise the stamps in `heard` of the threads `tids` to `known`."""
+    for k in range(tids.size):
+        row = heard[tids[k]]
+        for n in range(known.size):
+            row[n] = max(row[n], known[n])
+
+
 @part_of_a_loop
 def _may_have(stamp, known, fences, warps, base):
     """Return whether the copy engine and the tensor cores may use a value that was written.
@@ -103,20 +204,22 @@ def depart_box(
                 break
             allowed = last
         used = used or touched[0, p] >= base
+    rows = 0  # one bit for each row with reads since the last barrier
     for row in range(reads.shape[1] if used else 0):  # row by row: its elements are contiguous
         allowed = UNWRITTEN
         for n in range(free):
             p = first + places[n]
             r = reads[0, row, p]
             if r >= base and r != allowed and touched[0, p] >= base:
+                rows |= 1 << row
                 if not before(r, known, warps):
                     free = n
                     break
                 allowed = r
     if free < places.size:
         return free
-    for row in range(reads.shape[1] if used else 0):
-        for n in range(places.size):
+    for row in range(reads.shape[1] if rows else 0):
+        for n in range(places.size if rows >> row & 1 else 0):
             p = first + places[n]
             if touched[0, p] >= base:
                 reads[0, row, p] = 0

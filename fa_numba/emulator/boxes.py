@@ -145,13 +145,14 @@ class Boxes(Mbarriers):
     The class `Launch` inherits these methods.
     """
 
-    __slots__ = ("begun", "_stores", "_groups_of_boxes", "_marked")
+    __slots__ = ("begun", "_stores", "_groups_of_boxes", "_marked", "lends")
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.begun = 0  # the first stamp of the running thread block
         self._stores: list[BoxStore] = []
         self._marked = False  # whether the last thread block may have left marks of reads
+        self.lends = False  # whether new buffers get the rows of `rows_for_marks` at once
         # By thread: the number of groups of box stores that the thread has closed.
         self._groups_of_boxes: dict[int, int] = {}
 
@@ -176,6 +177,11 @@ class Boxes(Mbarriers):
         for the operands of products.
         """
         return self.warps + 2 * self.warpgroups
+
+    @property
+    def readers(self) -> int:
+        """Return the number of rows of ``reads`` in a new buffer, see `rows_for_marks`."""
+        return self.row_of_boxes + 1 if self.lends else super().readers
 
     def rows_for_marks(self, buffer: SharedBuffer) -> None:
         """Make room in ``buffer.reads`` for marks of asynchronous reads, if there is none.

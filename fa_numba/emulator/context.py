@@ -636,9 +636,22 @@ class Context(Active):
         self._dynamics[key] = tile
         return tile
 
+    @property
+    def readers(self) -> int:
+        """Return the number of rows of ``reads`` in a new `SharedBuffer`: one for each warp.
+
+        The subclass `Boxes` adds rows for reads by the hardware.
+
+        Returns
+        -------
+        int
+            The number.
+        """
+        return self.warps
+
     def _buffer(self, key: Any, length: int, element: np.dtype) -> SharedBuffer:
         if key not in self._pool:
-            self._pool[key] = SharedBuffer(self.at_once, length, self.warps, element)
+            self._pool[key] = SharedBuffer(self.at_once, length, self.readers, element)
         return self._pool[key]
 
     def begin_blocks(self, first: int, count: int) -> None:
@@ -738,8 +751,17 @@ class Context(Active):
         self._accesses_left -= 1
         if self._accesses_left < 0:
             raise OneByOne
-        self.tick()
-        key = (array, space, kind, self.site())
+        if self._until_tick:
+            self._until_tick -= 1
+        else:
+            self.tick()
+        # As `site`. Neither this method nor its caller is a function of the kernel.
+        codes = self._codes
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None and id(frame.f_code) not in codes:
+            frame = frame.f_back
+        site = (0, 0) if frame is None else (id(frame.f_code), frame.f_lasti)
+        key = (array, space, kind, site)
         row = self._row_of.get(key)
         if row is None:
             row = self._row_of[key] = len(self._row_of)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from .lanes import FLOATS, to_bool
+from .lanes import FLOATS, INT64, to_bool
 
 
 def wrapped(bits: int, signed: bool) -> Callable[[Any], Any]:
@@ -19,6 +19,7 @@ def wrapped(bits: int, signed: bool) -> Callable[[Any], Any]:
     mask, half = (1 << bits) - 1, 1 << (bits - 1)
     low, high = (-half, half - 1) if signed else (0, mask)
     narrow = np.dtype(f"i{bits // 8}")
+    ones = np.array(mask) if bits < 64 else None  # faster than a number
 
     def of_lanes(values: np.ndarray) -> np.ndarray:
         if values.dtype.kind == "f" and bits <= 32:
@@ -38,6 +39,8 @@ def wrapped(bits: int, signed: bool) -> Callable[[Any], Any]:
         if value.__class__ is int and low <= value <= high:
             return value
         if value.__class__ is np.ndarray:
+            if value.dtype is INT64 and ones is not None:
+                return value.astype(narrow).astype(INT64) if signed else value & ones
             return of_lanes(value)
         if isinstance(value, FLOATS) and bits <= 32:
             return int(min(max(value, low), high)) if value == value else 0
@@ -51,10 +54,14 @@ def wrapped(bits: int, signed: bool) -> Callable[[Any], Any]:
 def rounding(to: type[np.inexact]) -> Callable[[Any], Any]:
     """Return the function that casts to the float or complex type `to`."""
 
+    dtype = np.dtype(to)
+
     def cast(value: Any) -> Any:
+        if value.__class__ is to:
+            return value
         if value.__class__ is np.ndarray:
-            return value.astype(to, copy=False)
-        return value if value.__class__ is to else to(value)
+            return value if value.dtype is dtype else value.astype(dtype, copy=False)
+        return to(value)
 
     return cast
 

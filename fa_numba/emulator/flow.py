@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from .lanes import Mask, array, merge, truth, undefined
+from .lanes import Mask, array, merge, select, truth, undefined
 
 
 class Split:
@@ -67,10 +67,10 @@ class Flow:
         condition = truth(condition)
         mask = self.mask
         here = condition if mask is None else condition & mask
-        count = np.count_nonzero(here)
-        if not count:
+        taken = here.tobytes()  # bytes are searched faster than arrays
+        if 1 not in taken:
             return False
-        if count < (condition.size if mask is None else np.count_nonzero(mask)):
+        if 0 in taken if mask is None else taken != mask.tobytes():
             self.mask = here
         return True
 
@@ -79,7 +79,10 @@ class Flow:
 
         A lane is masked out when its own range has ended.
         """
-        if not any(place.__class__ is array for place in places):
+        for place in places:
+            if place.__class__ is array:
+                break
+        else:
             return range(*places)
         return self._range(*((0, *places, 1) if len(places) == 1 else (*places, 1)[:3]))
 
@@ -87,7 +90,7 @@ class Flow:
         """Yield the loop variable as an array over the lanes, until the ranges of all lanes end."""
         up = step > 0
         while True:
-            ahead = np.where(up, start < stop, start > stop)
+            ahead = select(up, start < stop, start > stop)
             if not (self.narrow(ahead) if ahead.ndim else ahead):
                 return
             yield start

@@ -24,7 +24,7 @@ from .errors import (
 )
 from .groups import OneByOne
 from .in_turn import Update, in_turn
-from .lanes import Mask, merge, to_int
+from .lanes import Mask, every, merge, some, to_int
 from .trace import KINDS
 
 if TYPE_CHECKING:
@@ -218,7 +218,9 @@ class GlobalArray(Unconverted):
         """
         e = self._vector(index, n, n)
         places = self._access(LOAD, e, n, n, index)
-        return tuple(self._values(places + k, e + k) for k in range(n))
+        if e.__class__ is not np.ndarray:
+            return tuple(self._values(places, e + k) for k in range(n))
+        return tuple(self._values(places + k if k else places, e) for k in range(n))
 
     def store(self, index: tuple[Any, ...], values: Sequence[Any]) -> None:
         """Store neighbouring elements along the last axis in one access.
@@ -272,11 +274,13 @@ class GlobalArray(Unconverted):
         places = self._access(ATOMIC, e, n, n, index)
         lanes = ctx.active_lanes()
         old = np.zeros(ctx.group.count, self._values(places[:0], places).dtype)
+        first = places[lanes]
+        differ = len(set(first.tolist())) == first.size
         for k, value in enumerate(values):
-            each = np.broadcast_to(value, ctx.group.count)[lanes]
-            at = places[lanes] + k
+            each = _of_lanes(value, ctx.group.count)[lanes]
+            at = first + k
             self._keep(at)
-            if self._convert is None and np.unique(at).size == at.size:
+            if self._convert is None and differ:
                 # All elements differ: adding all at once gives the same values.
                 old[lanes] = was = self._memory[at].astype(np.float64)
                 self._memory[at] = was + each
@@ -342,7 +346,7 @@ class GlobalArray(Unconverted):
         at = self._access(ATOMIC, e, n, n, index)
         lanes = ctx.active_lanes()
         for k, value in enumerate(values):
-            each = np.broadcast_to(np.asarray(value, np.float64), ctx.group.count)[lanes]
+            each = _of_lanes(np.asarray(value, np.float64), ctx.group.count)[lanes]
             ctx.additions.append((self._memory, ctx.group.blocks[lanes], at[lanes] + k, each))
         ctx.instruction("atomic")
 
@@ -373,25 +377,27 @@ class GlobalArray(Unconverted):
             Takes the lanes as a bool array and returns their values, shape (lanes, n).
         """
         ctx = self.ctx
-        outer = ctx.mask
-        valid = ctx.group.full(valid) if valid.__class__ is not np.ndarray else valid
-        some = valid > 0
-        active = some if outer is None else some & outer
+        outer, active = ctx.mask, ctx.active()
+        whole = valid == n
+        if valid.__class__ is np.ndarray:
+            active = valid > 0 if outer is None else (valid > 0) & outer
+            whole = every(whole)
         memory = self._memory
-        if not active.any():
+        if not some(active) or (valid.__class__ is not np.ndarray and valid <= 0):
             return lambda lanes: np.zeros((lanes.size, n), memory.dtype)
-        ctx.mask = active
+        ctx.mask = outer if active is ctx.group.everyone else active
         try:
             e = self._access(LOAD, self._vector(index, n, valid), n, valid, index, pieces)
         finally:
             ctx.mask = outer
-        whole = bool((valid == n).all())
 
         def read(lanes: np.ndarray) -> np.ndarray:
-            each = e[:, None] + np.arange(n)
-            if whole and lanes.all():
+            numbers = np.arange(n)
+            each = e[:, None] + numbers
+            if whole and every(lanes):
                 return memory[each]
-            real = (np.arange(n) < valid[:, None]) & active[:, None]
+            lengths = valid[:, None] if valid.__class__ is np.ndarray else valid
+            real = (numbers < lengths) & active[:, None]
             return np.where(real, memory[np.where(real, each, 0)], 0)
 
         return read
@@ -422,13 +428,14 @@ class GlobalArray(Unconverted):
         mask = self.ctx.mask
         at = places if mask is None else places[mask]
         for k, value in enumerate(values):
-            self._keep(at + k)
+            here = at + k if k else at
+            self._keep(here)
             try:
                 if self._convert is not None:
                     value = self._convert(value)
                 if mask is not None and value.__class__ is np.ndarray:
                     value = value[mask]
-                self._memory[at + k] = value
+                self._memory[here] = value
             except (TypeError, ValueError):
                 raise not_a_number(self.name, value) from None
 
@@ -684,6 +691,13 @@ class GlobalArray(Unconverted):
 
     def _outside(self, index: tuple[Any, ...], lane: int) -> EmulatorError:
         return self.ctx.outside(self.name, self.shape, index, lane)
+
+
+def _of_lanes(value: Any, count: int) -> np.ndarray:
+    """Return a value as an array with `count` elements, which may share memory."""
+    if value.__class__ is np.ndarray and value.ndim:
+        return value
+    return np.broadcast_to(value, count)
 
 
 def used_strides(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> tuple[int, ...]:

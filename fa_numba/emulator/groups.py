@@ -17,7 +17,7 @@ from greenlet import greenlet
 
 from .checks import PITCH, SHIFT, WARP
 from .errors import Index3
-from .lanes import Mask
+from .lanes import Mask, every
 
 FULL = 0xFFFFFFFF  # the mask of all lanes of a warp
 
@@ -46,7 +46,7 @@ class Parting(BaseException):
 
 def alike(values: np.ndarray) -> Any:
     """Return one number if all values are equal, else the array of values."""
-    return int(values[0]) if (values == values[0]).all() else values
+    return int(values[0]) if every(values == values[0]) else values
 
 
 def warps_of(tids: np.ndarray) -> np.ndarray:

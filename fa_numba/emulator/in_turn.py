@@ -34,7 +34,7 @@ def in_turn(
     ndarray
         The old values.
     """
-    if np.unique(at).size == at.size:
+    if len(set(at.tolist())) == at.size:
         old = memory[at]
         memory[at] = update(old, *operands)
         return old

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from .active import MOST_KNOWN
-from .async_checks import before
+from .async_checks import before, learn_by_thread, learn_by_warp, least_known
 from .checks import NOBODY, STAMP
 from .groups import WARP, NamedBarrier, OneByOne, warps_of
 from .waiting import Waiting
@@ -36,6 +36,7 @@ from .waiting import Waiting
 WARPGROUP = 4  # warps
 MOST_FENCES = 16  # fences of the same threads that are remembered
 ALWAYS = 1 << 58  # above the stamp of any access
+_NOTHING = np.zeros((0, 0), np.int64)
 
 
 class Knowledge(Waiting):
@@ -58,6 +59,11 @@ class Knowledge(Waiting):
         """Forget the knowledge of all threads for new thread blocks; see `Context.begin_blocks`."""
         super().begin_blocks(first, count)
         self._columns, self._heard, self._fences = 0, None, {}
+
+    @property
+    def heard(self) -> np.ndarray:
+        """Return `_heard` for compiled loops: an empty array if no thread knows more."""
+        return _NOTHING if self._heard is None else self._heard
 
     @property
     def warpgroups(self) -> int:
@@ -129,10 +135,9 @@ class Knowledge(Waiting):
             rows = [self._by_thread(self.seen[tid // WARP]) for tid in tids.tolist()]
             known = np.maximum(rows, self._heard[tids]).min(axis=0)
         else:
-            warps = warps_of(tids)
-            known = self._by_thread(self.seen[warps].min(axis=0))
-            if self._heard is not None:
-                known = np.maximum(known, self._heard[tids].min(axis=0))
+            seen = self.seen
+            known, least = np.empty((2, self.warps * (WARP - 1) + seen.shape[1]), np.int64)
+            least_known(seen, self.heard, tids, self.warps, known, least)
         if tids.size == 1:
             known[tids[0]] = ALWAYS
         return known
@@ -168,24 +173,21 @@ class Knowledge(Waiting):
         The lanes keep the stamps that they know already, if these stamps are higher.
         """
         tids, whole, others = self._whole_and_others()
-        by_warp = self._by_warp(known)
-        self.seen[whole] = np.maximum(self.seen[whole], by_warp)
-        threads = known[: self.warps * WARP].reshape(-1, WARP)
-        if (threads == by_warp[: self.warps, None]).all():
+        if learn_by_warp(self.seen, whole, self.warps, known):
             tids = others
         if tids.size:
             if self._heard is None:
                 shape = (self.warps * WARP, known.size)
                 self._heard = np.zeros(shape, np.int64)
-            self._heard[tids] = np.maximum(self._heard[tids], known)
+            learn_by_thread(self._heard, tids, known)
 
-    def _whole_and_others(self) -> tuple[np.ndarray, Any, np.ndarray]:
+    def _whole_and_others(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the threads that take part, divided into complete warps and other threads.
 
         Three results are returned:
 
         - the numbers of all threads that take part;
-        - the numbers of the warps of which all threads take part, as an array or a slice;
+        - the numbers of the warps of which all threads take part;
         - the numbers of the threads that take part in all other warps.
 
         The results are cached for each group and mask, because groups and masks are never changed.
@@ -196,9 +198,7 @@ class Knowledge(Waiting):
             tids = group.tids if mask is None else group.tids[mask]
             counts = np.bincount(tids // WARP, minlength=self.warps)
             sizes = np.minimum(WARP, self.threads - WARP * np.arange(self.warps))
-            whole: Any = np.flatnonzero(counts == sizes)
-            if whole.size and whole[-1] - whole[0] + 1 == whole.size:
-                whole = slice(int(whole[0]), int(whole[-1]) + 1)
+            whole = np.flatnonzero(counts == sizes)
             others = tids[(counts != sizes)[tids // WARP]]
             if len(self._taking_part) > MOST_KNOWN:
                 self._taking_part.clear()

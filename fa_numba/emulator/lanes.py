@@ -28,6 +28,9 @@ undefined = Undefined()
 array = np.ndarray
 FLOATS = (float, np.floating)
 MAX_INT64 = (1 << 63) - 1
+INT64, FLOAT64 = np.dtype(np.int64), np.dtype(np.float64)
+# `np.where` for NumPy's own arrays. The search for other types of arrays takes as long as the work.
+select: Callable[..., np.ndarray] = getattr(np.where, "_implementation", np.where)
 
 
 class FromEnd(int):
@@ -39,6 +42,21 @@ class FromEnd(int):
 def truth(value: Any) -> np.ndarray:
     """Return an array over the lanes as bool: False where the value is 0."""
     return value if value.dtype == np.bool_ else value != 0
+
+
+def some(lanes: np.ndarray) -> bool:
+    """Return whether an array of bool is True in any lane. Faster than ``lanes.any()``."""
+    return 1 in lanes.tobytes()
+
+
+def every(lanes: np.ndarray) -> bool:
+    """Return whether an array of bool is True in all lanes. Faster than ``lanes.all()``."""
+    return 0 not in lanes.tobytes()
+
+
+def distinct(values: np.ndarray) -> list[Any]:
+    """Return the distinct values of an array, in ascending order. Faster than `np.unique`."""
+    return sorted(set(values.tolist()))
 
 
 def merge(mask: Mask, old: Any, new: Any) -> Any:
@@ -59,10 +77,10 @@ def merge(mask: Mask, old: Any, new: Any) -> Any:
         return old
     if new.__class__ is array or old.__class__ is array or old != new:
         if new.__class__ is int and old.__class__ is int and max(new, old) > MAX_INT64:
-            return np.where(mask, np.uint64(new), np.uint64(old))
-        return np.where(mask, new, old)
+            return select(mask, np.uint64(new), np.uint64(old))
+        return select(mask, new, old)
     if not new and isinstance(new, FLOATS):  # 0.0 and -0.0 are equal but differ
-        return np.where(mask, new, old)
+        return select(mask, new, old)
     return new
 
 
@@ -142,7 +160,7 @@ def _extreme(beyond: Callable[[Any, Any], Any]) -> Callable[..., Any]:
         for value in values[1:]:
             further = beyond(value, best) | (best != best)
             if further.__class__ is array:
-                best = np.where(further, value, best)
+                best = select(further, value, best)
             elif further:
                 best = value
         return best
@@ -190,17 +208,22 @@ def to_bool(value: Any) -> Any:
 to_round = each(round)
 
 
-def divides(operation: Callable[[Any, Any], Any], message: str) -> Callable[..., Any]:
+def divides(
+    operation: Callable[[Any, Any], Any], by_power: Callable[[Any, int], Any], message: str
+) -> Callable[..., Any]:
     """Return a function (context, a, b) that computes `operation(a, b)` and checks the divisor.
 
     The function raises ZeroDivisionError with the text `message` if b is 0 in a lane that takes
-    part.
+    part. `by_power` computes the same for an array `a` of int64 and a divisor 2**n, from a and n.
     """
 
     def of_lanes(context: Any, a: Any, b: Any) -> Any:
+        of_numbers = b.__class__ is int and a.__class__ is array and a.dtype is INT64
+        if of_numbers and 0 < b <= MAX_INT64 and not b & (b - 1):
+            return by_power(a, b.bit_length() - 1)
         if b.__class__ is array:
             zero = b == 0
-            if zero.any():
+            if some(zero):
                 context.refuse_zero(zero, message)
         elif b == 0:
             context.refuse_zero(None, message)
@@ -214,7 +237,16 @@ def divide(a: Any, b: Any) -> Any:
     return a / b if b.__class__ is array or b else np.divide(a, b)
 
 
+# The exponents of powers of two and the bits below them, as arrays, which are faster than numbers.
+_EXPONENTS = [np.array(n) for n in range(63)]
+_BITS_BELOW = [np.array((1 << n) - 1) for n in range(63)]
 floor_divide = divides(
-    operator.floordiv, "the divisor of a // b is 0. Check the divisor before the division"
+    operator.floordiv,
+    lambda a, n: a >> _EXPONENTS[n],
+    "the divisor of a // b is 0. Check the divisor before the division",
 )
-modulo = divides(operator.mod, "the divisor of a % b is 0. Check the divisor before the division")
+modulo = divides(
+    operator.mod,
+    lambda a, n: a & _BITS_BELOW[n],
+    "the divisor of a % b is 0. Check the divisor before the division",
+)

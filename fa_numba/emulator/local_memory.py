@@ -5,7 +5,7 @@ Reads of elements that were never written are found. Accesses out of bounds are 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +13,7 @@ import numpy as np
 from . import checks
 from .conversions import converter
 from .errors import UNNAMED, Unconverted, UninitialisedRead, two_arrays
-from .lanes import Mask, fma
+from .lanes import Mask, distinct, every, fma, select, some
 
 if TYPE_CHECKING:
     from .context import Context
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 MOST_WAITING = 2048  # multiply-adds that are collected
 # Values of `waiting` and `waiting_for` while a matrix product uses the array. FLIGHT is not empty
 # and FLYING equals no mask, so that every access calls `_compute`, which checks the products.
-FLIGHT: tuple[list[Any], list[Any], list[Any]] = ([None], [], [])
+FLIGHT: list[Any] = [None]
 FLYING: Any = object()
 
 
@@ -65,8 +65,9 @@ class LocalArray(Unconverted):
         self.single = dtype == np.float32
         self.convert = converter(dtype)
         self.partial: dict[int, np.ndarray] = {}
-        # Collected multiply-adds: elements, left factors, right factors. Then: their lanes' mask.
-        self.waiting: tuple[list[int], list[Any], list[Any]] = ([], [], [])
+        # Collected multiply-adds: element, left factor and right factor of the first one, then of
+        # the second one, and so on. Then: the mask of their lanes.
+        self.waiting: list[Any] = []
         self.waiting_for: Mask = None
         self.summed: set[int] = set()  # elements that have values in all lanes of this mask
         self.flying: list[Product] = []  # matrix products that use the array until a wait
@@ -103,7 +104,7 @@ class LocalArray(Unconverted):
         return (self[n] for n in range(len(self.data)))
 
     def __getitem__(self, index: Any) -> Any:
-        if self.waiting[0]:
+        if self.waiting:
             self._compute()
         if index.__class__ is int:
             try:
@@ -135,7 +136,7 @@ class LocalArray(Unconverted):
         OutOfBounds
             If the index is outside of the array.
         """
-        if self.waiting[0]:
+        if self.waiting:
             self._compute(writes=True)
         if index.__class__ is int and 0 <= index < len(self.data):
             mask, partial = self.ctx.mask, self.partial
@@ -153,7 +154,7 @@ class LocalArray(Unconverted):
                 self.data[index] = value
                 return
             if written is None or self.ctx.covers(written, mask):
-                self.data[index] = np.where(mask, value, old)
+                self.data[index] = select(mask, value, old)
                 return
         self._put(index, value)
 
@@ -171,7 +172,7 @@ class LocalArray(Unconverted):
         mask = self.ctx.mask
         if not self.flying:
             if mask is not self.waiting_for:
-                if self.waiting[0]:
+                if self.waiting:
                     self._compute()
                 self.waiting_for = mask
                 self.summed.clear()
@@ -181,11 +182,8 @@ class LocalArray(Unconverted):
             except TypeError:  # indices that are arrays
                 sound = False
             if sound:
-                elements, left, right = self.waiting
-                elements += places
-                left += terms[1::3]
-                right += terms[2::3]
-                if len(elements) > MOST_WAITING:
+                self.waiting += terms
+                if len(self.waiting) > 3 * MOST_WAITING:
                     self._compute()
                 return
         self.ctx.instruction("fma", len(terms) // 3)
@@ -217,7 +215,7 @@ class LocalArray(Unconverted):
         product : Product
             The product, which reads or writes the array.
         """
-        if not self.flying and self.waiting[0]:
+        if not self.flying and self.waiting:
             self._compute()
         self.flying.append(product)
         self.waiting, self.waiting_for = FLIGHT, FLYING
@@ -232,7 +230,7 @@ class LocalArray(Unconverted):
         """
         self.flying.remove(product)
         if not self.flying:
-            self.waiting, self.waiting_for = ([], [], []), None
+            self.waiting, self.waiting_for = [], None
             self.summed.clear()
 
     def _compute(self, writes: bool = False) -> None:
@@ -247,31 +245,27 @@ class LocalArray(Unconverted):
             for product in self.flying:
                 product.require_free(self, writes)
             return
-        elements, left, right = self.waiting
-        mask = self.waiting_for
-        self.ctx.instruction_of(mask, "fma", len(elements))
-        self.waiting = ([], [], [])
+        waiting, mask, data = self.waiting, self.waiting_for, self.data
+        elements, left, right = waiting[::3], waiting[1::3], waiting[2::3]
+        half = len(elements)
+        self.ctx.instruction_of(mask, "fma", half)
+        self.waiting = []
         count = self.ctx.group.count
-        places = {e: n for n, e in enumerate(dict.fromkeys(elements))}
-        sums = np.empty((len(places), count), np.float32)
-        for e, n in places.items():
-            sums[n] = self.data[e]
+        places = dict.fromkeys(elements)
+        old = [data[e] for e in places]
+        sums = _as_rows(old, count, np.float32)
+        which = _numbered(elements, places)
         both = left + right
         keys = list(map(id, both))
-        distinct = dict(zip(keys, both, strict=True))
-        factors = np.empty((len(distinct), count))
-        for row, factor in zip(factors, distinct.values(), strict=True):
-            row[:] = factor
-        numbers = dict(zip(distinct, range(len(distinct)), strict=True))
-        taken = np.array([numbers[key] for key in keys])
-        half = len(left)
-        which = np.array([places[e] for e in elements])
+        values = dict(zip(keys, both, strict=True))
+        factors = _as_rows(list(values.values()), count, np.float64)
+        taken = _numbered(keys, values)
         checks.multiply_adds(sums, which, taken[:half], taken[half:], factors)
-        for e, n in places.items():
+        for e, before, after in zip(places, old, sums, strict=True):
             if mask is None or self.partial.get(e) is mask:
-                self.data[e] = sums[n]
+                data[e] = after
             else:
-                self.data[e] = np.where(mask, sums[n], self.data[e])
+                data[e] = select(mask, after, before)
 
     def merged(self, mask: np.ndarray, other: Any) -> LocalArray:
         """Merge the local arrays that one line of the kernel has made for different lanes.
@@ -300,7 +294,7 @@ class LocalArray(Unconverted):
         """
         if other.__class__ is not LocalArray or other.site != self.site:
             raise TypeError(two_arrays(self, other))
-        if other.waiting[0]:
+        if other.waiting:
             other._compute()
         other.summed.clear()
         for e, value in enumerate(other.data):
@@ -329,7 +323,7 @@ class LocalArray(Unconverted):
             lane = self.ctx.first_outside(index, len(self.data))
         if lane >= 0:
             raise self.ctx.outside(self.name, (len(self.data),), index, lane)
-        if index.__class__ is np.ndarray and (index == index[0]).all():
+        if index.__class__ is np.ndarray and every(index == index[0]):
             return int(index[0])
         return index
 
@@ -346,12 +340,12 @@ class LocalArray(Unconverted):
         group = self.ctx.group
         taken = self.ctx.active_lanes()
         found = None
-        for one in np.unique(e[taken]).tolist():
+        for one in distinct(e[taken]):
             here = e == one
             value, written = self.data[one], self.partial.get(one)
             if value is None or written is not None:
                 self._require(written, index, here)
-            found = value if found is None else np.where(here, value, found)
+            found = value if found is None else select(here, value, found)
         return np.zeros(group.count, self.dtype) if found is None else found
 
     def _require(self, written: np.ndarray | None, index: Any, here: Any = True) -> None:
@@ -362,8 +356,8 @@ class LocalArray(Unconverted):
         """
         active = self.ctx.active() & here
         missing = active if written is None else active & ~written
-        if missing.any():
-            lane = int(np.flatnonzero(missing)[0])
+        if some(missing):
+            lane = int(missing.argmax())
             place = np.unravel_index(int(self.ctx.of_lane(index, lane)), self.axes)
             text = (
                 f"{self.name}[{', '.join(map(str, place))}] is read, but was never written. "
@@ -375,15 +369,32 @@ class LocalArray(Unconverted):
         """Store to an element whose index may differ by lane."""
         e = self._position(index)
         ctx = self.ctx
-        places = [e] if e.__class__ is not np.ndarray else np.unique(e[ctx.active_lanes()]).tolist()
+        places = [e] if e.__class__ is not np.ndarray else distinct(e[ctx.active_lanes()])
         for one in places:
             here = ctx.active() if e.__class__ is not np.ndarray else ctx.active() & (e == one)
             old, written = self.data[one], self.partial.pop(one, None)
-            if here.all():
+            if every(here):
                 self.data[one] = value
                 continue
-            self.data[one] = np.where(here, value, 0 if old is None else old)
+            self.data[one] = select(here, value, 0 if old is None else old)
             if old is None:
                 self.partial[one] = here
-            elif written is not None and not (written | here).all():
+            elif written is not None and not every(written | here):
                 self.partial[one] = written | here
+
+
+def _as_rows(values: list[Any], count: int, dtype: type) -> np.ndarray:
+    """Return values over `count` lanes as an array (values, lanes). A value may be a number."""
+    rows: np.ndarray = np.empty((len(values), count), dtype)
+    try:
+        np.concatenate(values, out=rows.reshape(-1))
+    except (TypeError, ValueError):  # some values are numbers
+        for row, value in zip(rows, values, strict=True):
+            row[:] = value
+    return rows
+
+
+def _numbered(keys: Sequence[Any], among: dict[Any, Any]) -> np.ndarray:
+    """Return for each of `keys` its index among the keys of a dictionary."""
+    numbers = dict(zip(among, range(len(among)), strict=True))
+    return np.fromiter(map(numbers.__getitem__, keys), np.int64, len(keys))

@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from .async_checks import add_known
 from .checks import NOBODY, PRODUCT, SEVERAL, STAMP
 from .errors import BarrierMisuse, Deadlock, EmulatorError, MissingFence, two_arrays
 from .groups import AT_MBARRIER, READY, WARP, Group, Parting, Site, warps_of
 from .knowledge import ALWAYS, WARPGROUP, Knowledge
+from .lanes import distinct, every, some
 from .shared_memory import SharedArray
 
 Use = tuple[int, list[Site]]  # a thread, and its instruction with all callers: `Mbarriers.calls`
@@ -253,7 +255,7 @@ class Mbarriers(Knowledge):
         if not barrier.phase:
             return
         ignorant = self._column_known(tids, barrier.column) <= barrier.ends[-1]
-        if ignorant.any():
+        if some(ignorant):
             lane = int(np.flatnonzero(self.group.tids == tids[ignorant][0])[0])
             text = (
                 f"{does} {barrier.name} in phase {barrier.phase}, but the thread has not waited "
@@ -270,10 +272,10 @@ class Mbarriers(Knowledge):
         """
         self.alone()
         self.instruction("barrier")
-        group, every = self.group, self.active_lanes()
+        group, here = self.group, self.active_lanes()
         single = index.__class__ is not np.ndarray
-        for one in [index] if single else np.unique(index[every]).tolist():
-            lanes = every if single else every[index[every] == one]
+        for one in [index] if single else distinct(index[here]):
+            lanes = here if single else here[index[here] == one]
             barrier = self.mbarrier(tile, one)
             self.usable(barrier, lanes)
             announced = 0 if size is None else size
@@ -300,11 +302,7 @@ class Mbarriers(Knowledge):
                 raise self.fault(BarrierMisuse, text, None, int(lanes[0]))
             warps = warps_of(tids)
             self._tick(warps)
-            past = barrier.past
-            np.maximum(past, self._by_thread(self.seen[warps].max(axis=0)), out=past)
-            if self._heard is not None:
-                np.maximum(past, self._heard[tids].max(axis=0), out=past)
-            past[tids] = np.maximum(past[tids], self.starts[tids // WARP])
+            add_known(self.seen, self.heard, self.starts, tids, self.warps, barrier.past)
             barrier.pending -= tids.size
             barrier.bytes += int(announced)
             self.advance(barrier)
@@ -364,7 +362,7 @@ class Mbarriers(Knowledge):
         lanes = self.active_lanes()
         self.usable(barrier, lanes)
         known = self._column_known(self.group.tids[lanes], barrier.column)
-        known = known[:1] if (known == known[0]).all() else np.unique(known)
+        known = known[:1] if every(known == known[0]) else np.unique(known)
         ended = np.searchsorted(barrier.ends, known)
         meant = int((ended - ((ended - 1) % 2 == parity)).min())
         barrier.uses["wait"] = int(self.group.tids[lanes[0]]), self.calls()

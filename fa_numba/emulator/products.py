@@ -308,9 +308,9 @@ class Products(Boxes):
             )
         site = self.site()
         warpgroups = self._warpgroups("a wgmma product")
-        waiting, rC.waiting = rC.waiting, ([], [], [])  # earlier products may still write C
+        waiting, rC.waiting = rC.waiting, []  # earlier products may still write C
         flying, rC.flying = rC.flying, []
-        if waiting[0] and not flying:
+        if waiting and not flying:
             rC.waiting = waiting
         for product in flying:
             if product.registers != n // 2 and any(

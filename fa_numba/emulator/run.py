@@ -555,11 +555,13 @@ def launch(
         raise ValueError(
             f"time_limit must be a number of seconds above 0, or None, got {time_limit!r}"
         )
-    alone = function in _one_by_one or function.__code__ in _with_mbarriers
+    with_mbarriers = function.__code__ in _with_mbarriers
+    alone = function in _one_by_one or with_mbarriers
     alone = alone or asked_for() or _seed.get() is not None
     at_once = 1 if alone else blocks_at_once(extent, shape)
     context = Launch(extent, shape, shared_bytes, function.__name__, at_once)
     context.races, context.wraparound = races, wraparound
+    context.lends = with_mbarriers
     values = passed(context, function, args)
     track_owners(context.arrays, 1 if races == "ignore" else prod(extent))
     context.trace = started(context, function)

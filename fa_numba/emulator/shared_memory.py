@@ -43,10 +43,13 @@ from .errors import (
 )
 from .groups import Copy, OneByOne
 from .in_turn import Update, in_turn
-from .lanes import FromEnd, merge, to_int
+from .lanes import INT64, FromEnd, merge, to_int
 
 if TYPE_CHECKING:
     from .context import Context
+
+
+_INTEGERS = {size: np.dtype(f"i{size}") for size in (2, 4, 8)}  # by bytes
 
 
 def bits_of(values: np.ndarray) -> np.ndarray:
@@ -63,11 +66,12 @@ def bits_of(values: np.ndarray) -> np.ndarray:
         The bits of floats, or the integers as int64. Numbers of 16 bytes (complex128) stay as they
         are.
     """
-    if values.itemsize == 16:
+    dtype = values.dtype
+    if dtype is INT64 or dtype.itemsize == 16:
         return values
-    if values.dtype.kind in "fc":
-        return values.view(f"i{values.itemsize}")
-    return values.view(np.int64) if values.itemsize == 8 else values.astype(np.int64)
+    if dtype.kind in "fc":
+        return values.view(_INTEGERS[dtype.itemsize])
+    return values.view(INT64) if dtype.itemsize == 8 else values.astype(INT64)
 
 
 class SharedBuffer:
@@ -300,8 +304,10 @@ class SharedArray(Unconverted):
         `e` is the first element of each lane. `pairs` is described in `load`.
         """
         buffer = self.buffer
-        out = np.empty((n, self.ctx.group.count), buffer.data.dtype)
-        for k, places in self._left(checks.shared_load, "load", e, n, bits_of(out), pairs):
+        out = bits = np.empty((n, self.ctx.group.count), buffer.bits.dtype)
+        if buffer.data.dtype is not bits.dtype:
+            out = bits.view(buffer.data.dtype)
+        for k, places in self._left(checks.shared_load, "load", e, n, bits, pairs):
             for p in places:
                 self._reads(p, k)
             out[:, k] = buffer.data[0, places.start : places.stop]
@@ -323,7 +329,9 @@ class SharedArray(Unconverted):
         ctx, buffer, group = self.ctx, self.buffer, self.ctx.group
         mask = group.everyone if ctx.mask is None else ctx.mask
         stats = ctx.statistics(self.name, "shared", kind)
-        places, first, length = self._from(e, n)
+        places, first, length = e, self.first, self.length
+        if first.__class__ is np.ndarray:
+            places, first, length = self._from(e, n)
         lane = check(
             buffer.bits, buffer.written, buffer.reads, buffer.touched, first, length, self.itemsize,
             places, n, mask, group.tids, ctx.starts, ctx.seen, ctx.base, stats, checks.SCRATCH,

@@ -22,29 +22,35 @@ LOG2E = types.float32(math.log2(math.e))
 def _powers(base, exponents):
     """Return base ** exponents by the C library's `pow`, which equals Python's power.
 
-    `base` is an argument because the compiler would replace the power of a constant base by another
-    function.
+    The power is 0 below the exponent -126, and inf from the exponent 128 on. `base` is an argument
+    because the compiler would replace the power of a constant base by another function.
     """
     made = np.zeros_like(exponents)
     for k in range(len(exponents)):
-        made[k] = base ** exponents[k]
+        if exponents[k] >= 128.0:
+            made[k] = math.inf
+        elif not exponents[k] < -126.0:  # also if it is NaN
+            made[k] = base ** exponents[k]
     return made
+
+
+def _power_of_two(x):
+    if x >= 128.0:
+        return math.inf
+    return 0.0 if x < -126.0 else 2.0 ** float(x)  # ftz: denormal results are 0
 
 
 def _exp2(x):
     emulator.current().instruction("exp")
     if isinstance(x, np.ndarray):
-        low, high = x < -126.0, x >= 128.0
-        inside = np.where(low | high, 0.0, x)
+        each = x.reshape(-1)
         # Python's power. NumPy's power and Intel's library (SVML) differ from it in the last bit.
         if config.USING_SVML:
-            powers = np.array([2.0**each for each in inside.tolist()], x.dtype)
+            powers = np.array(list(map(_power_of_two, each.tolist())), x.dtype)
         else:
-            powers = _powers(2.0, inside)
-        return np.where(low, 0.0, np.where(high, math.inf, powers))
-    if x >= 128.0:
-        return math.inf
-    return np.float32(0.0 if x < -126.0 else 2.0 ** float(x))  # ftz: denormal results are 0
+            powers = _powers(2.0, each)
+        return powers.reshape(x.shape)
+    return np.float32(_power_of_two(x))
 
 
 @emulated_by(_exp2)

@@ -31,6 +31,7 @@ from fa_numba.emulator import (
     schedule,
     trace,
 )
+from fa_numba.emulator.lanes import floor_divide, modulo
 from fa_numba.intrinsics.async_copy import commit_async, copy1_async, wait_async
 from fa_numba.intrinsics.barriers import arrive_named, sync_named
 from fa_numba.intrinsics.shared import shared_tile
@@ -330,6 +331,18 @@ def test_an_index_out_of_range_is_that_of_a_lane_that_takes_part(far):
     with pytest.raises(OutOfBounds) as info:
         launch(kernel, 1, 16, x, out, 9, wraparound=False)
     assert info.value.thread == (9, 0, 0) and f"x[{9 + far}]" in str(info.value)
+
+
+def test_divisors_that_are_powers_of_two():
+    """The emulator shifts for them, and keeps Python's signs."""
+    values = np.array([0, 1, 5, -1, -5, 2**62 + 3, 2**63 - 1, -(2**63)])
+    for divisor in (1 << n for n in range(63)):
+        for of_lanes, of_python in (
+            (floor_divide, int.__floordiv__),
+            (modulo, int.__mod__),
+        ):
+            wanted = [of_python(value, divisor) for value in values.tolist()]
+            assert of_lanes(None, values, divisor).tolist() == wanted, divisor
 
 
 def test_a_division_by_zero_is_that_of_a_lane_that_takes_part():
