@@ -25,7 +25,7 @@ NEEDS = ("GPU", "torch")
 TAKES: tuple[str, ...] = ()
 PROTOCOL = (
     f"a step of decoding of the complete model, batch 1; {llama.STEPS} steps after {llama.WARMUP}; "
-    "by the host's clock, synchronised after each step"
+    "each step is a replay of a CUDA graph, by the host's clock, synchronised after each step"
 )
 
 SPLITS = "fa2-auto-splits"

@@ -325,7 +325,9 @@ def _latency(ax: Any, rows: Sequence[Row]) -> None:
         ax.annotate("size of L2", (at, 0.92), (-3, 0), **place, **beside)
     style.log(ax.xaxis, 2)
     style.log(ax.yaxis)
-    ax.set(xlabel="size of the array (KiB)", ylabel="latency (ns)")
+    ticks = [KIB * 16**n for n in range(8) if KIB * 16**n in over] or sorted(over)[:1]
+    ax.set_xticks([size / KIB for size in ticks], [in_words(size) for size in ticks])
+    ax.set(xlabel="size of the array", ylabel="latency (ns)")
 
 
 def _roofline(
@@ -430,6 +432,12 @@ def _size(size: float | None) -> str:
     return f"{size / 1e9:.0f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"
 
 
+def in_words(size: int) -> str:
+    """Return a number of bytes in KiB, MiB or GiB, such as "16 KiB"."""
+    unit = max(0, min(2, (size.bit_length() - 11) // 10))
+    return f"{size // (KIB << 10 * unit)} {('KiB', 'MiB', 'GiB')[unit]}"
+
+
 def latency_table(rows: Sequence[Row]) -> tables.Table | None:
     """Return the table of the latencies of the memories, or None without latencies."""
     found, speeds = latencies(rows), bandwidths(rows)
@@ -439,7 +447,7 @@ def latency_table(rows: Sequence[Row]) -> tables.Table | None:
     lines = []
     for level in (name for name in ("shared", "L1", "L2", "DRAM") if name in found):
         ns, size = found[level]
-        array = f"{size // MIB} MiB" if size >= MIB else f"{size // KIB} KiB"
+        array = in_words(size)
         cells = [names.get(level, level), f"{ns:.3g}", array, tables.number(SAID_NS, level, "g")]
         over = f"{ns / found['shared'][0]:.1f}" if "shared" in found else tables.MISSING
         # TB/s x ns = 1000 bytes.
