@@ -21,6 +21,10 @@ STEPS_PER_ACCESS = 8
 
 def softmax(x: Any, algorithm: str, out: Any, stream: Any) -> Any:
     """Return the softmax of each row of x. The arguments are those of ``fa_numba.softmax``."""
+    call = launch_cache.describe_call(("softmax", algorithm), (x,), {}, out)
+    found = launch_cache.replay(call, out, stream)
+    if found is not None:
+        return found[0]
     io_model.check_softmax(algorithm)
     given = operand("x", x, ("float32",))
     if len(given.shape) != 2:
@@ -36,4 +40,4 @@ def softmax(x: Any, algorithm: str, out: Any, stream: Any) -> Any:
         steps = STEPS_PER_ACCESS * io_model.softmax(batch, elements, algorithm).total
         placement.check_steps(plan, f"x of shape {given.shape}", steps)
         run = functools.partial(execute, plan)
-        return launch_cache.run_and_keep(plan, {"x": given}, stream, None, run, target)[0]
+        return launch_cache.run_and_keep(plan, {"x": given}, stream, call, run, target)[0]

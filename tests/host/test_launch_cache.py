@@ -202,6 +202,20 @@ def test_backward_by_tensor_maps(gpu, name, own):
     assert_replayed(gpu, fa_numba.attention_backward, [half_case(*call, backward=True)], own)
 
 
+def test_softmaxes(gpu, kept):
+    """Each algorithm is a call of its own, and so is a call with ``out``."""
+    for n, algorithm in enumerate(("naive", "safe", "online")):
+        cases = [((np.random.default_rng(seed).random((3, 7), np.float32),), {}) for seed in (0, 1)]
+        assert_replayed(gpu, fa_numba.softmax, cases, {"algorithm": algorithm})
+        x, y = on_gpu(cases[0][0][0]), on_gpu(np.zeros((3, 7), np.float32))
+        for _ in range(2):
+            assert fa_numba.softmax(x, algorithm=algorithm, out=y) is y
+            want = emulated(fa_numba.softmax, cases[0][0][0], algorithm=algorithm)
+            assert_same(y, want)
+            y.values[:] = 0
+        assert len(kept) == 2 * (n + 1)
+
+
 # --- what makes another call -----------------------------------------------------------------
 
 
