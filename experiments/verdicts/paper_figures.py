@@ -354,6 +354,11 @@ WHOLE = "claims", "fa2-mma", "FlashAttention v2.0.9"
 SPLIT = "decode", "fa2-mma-splits", "Flash-Decoding"
 
 
+def tokens(series: str) -> Quantity:
+    """Return the tokens per second of a complete model by the length of its K/V cache."""
+    return rows("decode_model", "seqlen_k", series=series, metric="tokens")
+
+
 def softmax(name: str) -> Quantity:
     """Return the counted accesses per element of a softmax: "naive", "safe" or "online"."""
     return rows("online_softmax", "seqlen_q", series=f"softmax-{name}", source="counted",
@@ -422,6 +427,8 @@ PAIRS |= {
     "decoding-whole, growing": {"FA-2": decoding(*WHOLE, 4096, 131072)},
     "decoding-split, flat": {"FA-2 with key splits": decoding(*SPLIT, 256, 65536)},
     "decoding-split, growing": {"FA-2 with key splits": decoding(*SPLIT, 65536, 131072)},
+    "decoding-model": {"largest ratio, with / without key splits": (
+        (tokens("fa2-auto-splits") / tokens("fa2-auto")).most(), 8.0)},
     "softmax-accesses": SOFTMAXES,
     "softmax-top-k-accesses": {
         label: (accesses_with_top_k(series), ACCESSES(method=method))

@@ -156,7 +156,7 @@ class Question:
             within = [point.within(rule.FACTORS["speed"]) for point in points]
             times = span([point.times for point in points if point.times is not None])
             said = (
-                f"on an H100, {sentence.format(times)} (within the factor at {sum(within)} of "
+                f"{sentence.format(times)} (within the factor at {sum(within)} of "
                 f"{len(within)} points)"
             )
             equal = rule.enough(within)

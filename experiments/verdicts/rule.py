@@ -60,9 +60,10 @@ ratio must be at least 1.58 (the square root of 2.5), because 1.58 is halfway fr
 logarithmic scale. A larger ratio than the published ratio agrees too. If a range is published, \
 its end that is nearer to 1 counts.
 - A published ratio of two speeds is comparable only if our divisor is the paper's divisor. The \
-rule for verdicts tests the divisor if a paper gives the divisor's speed on an H100. At nine of \
-ten points, our divisor's speed must be within the factor 1.15 of the published speed. Otherwise \
-the verdict is "not comparable".
+rule for verdicts tests the divisor if a paper gives the divisor's speed on an H100. An H200 \
+counts as an H100 here, because both have 132 equal multiprocessors; only their memories differ. \
+At nine of ten points, our divisor's speed must be within the factor 1.15 of the published speed. \
+Otherwise the verdict is "not comparable".
 - Numbers that were measured on different GPUs are never divided by each other. A question that \
 needs such a ratio gets the verdict "not comparable".
 - If a claim is true for some sizes, algorithms or masks only, the table has one row for each part \

@@ -310,6 +310,9 @@ def _global_names(bare: ast.stmt) -> set[str]:
     """Return the global names that a statement of a module reads. Local names are left out."""
     top = symtable.symtable(ast.unparse(bare), "statement", "exec")
     found = {symbol.get_name() for symbol in top.get_symbols() if symbol.is_referenced()}
+    # From Python 3.12 on, the table of the module lists the variables of its comprehensions too.
+    parts = (node.target for node in ast.walk(bare) if isinstance(node, ast.comprehension))
+    found -= {node.id for each in parts for node in ast.walk(each) if isinstance(node, ast.Name)}
     tables = top.get_children()
     while tables:
         table = tables.pop()
