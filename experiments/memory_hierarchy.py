@@ -374,7 +374,7 @@ def _names(ax: Any, shown: Mapping[Place, Mapping[str, float]]) -> None:
         faster = of["speed"] >= other.get("speed", 0)
         name = f"{LABELS[series].split(' ')[0]}, {'backward' if pass_ == 'bwd' else 'forward'}"
         if series.startswith("standard"):  # both marks are close together
-            shift, look = (8, 0), {"ha": "left", "va": "center"}
+            shift, look = (8, 3 if faster else -3), {"ha": "left", "va": "center"}
         else:
             shift = (0, 6 if faster else -6)
             look = {"ha": "center", "va": "bottom" if faster else "top"}

@@ -172,7 +172,7 @@ def draw(rows: Sequence[Row]) -> Any:
     gains = gain(speeds(rows))
     message = "FA-2 in 8 bits"
     if gains:
-        message = f"In 8 bits, FA-2 is up to {max(gains.values()):.2f} times as fast as in fp16"
+        message = f"FA-2 in e4m3 is up to {max(gains.values()):.2f} times as fast as fp16"
     style.legend(figure, list(style.handles(axes).values()), message, 3)
     return figure
 

@@ -62,7 +62,7 @@ def test_the_sweeps_of_loop_order():
 def test_unknown_names_get_the_nearest_one():
     with pytest.raises(ValueError, match="no recorded experiment is named 'sped'.*mean 'speed'"):
         experiments.load("sped")
-    with pytest.raises(ValueError, match="recording of speed: nvidia-h100-80gb.* got 'h100'"):
+    with pytest.raises(ValueError, match="recording of speed: nvidia-h200.* got 'h100'"):
         experiments.load("speed", "h100")
 
 

@@ -388,9 +388,7 @@ def test_the_command_lists_every_recording(monkeypatch, capsys):
     monkeypatch.undo()
     monkeypatch.setattr(outdated, "state", lambda store, *where: where)
     every = set(outdated.states(Store(FIGURES)))
-    assert {("speed", "nvidia-h100-80gb-hbm3"), ("speed", "model")} & every == {
-        ("speed", "nvidia-h100-80gb-hbm3")
-    }
+    assert {("speed", "nvidia-h200"), ("speed", "model")} & every == {("speed", "nvidia-h200")}
     assert ("io_vs_seqlen", "emulator") in every
 
 
@@ -408,11 +406,11 @@ def test_the_page_of_recordings_has_every_recording_and_its_origin(tmp_path, mon
         if machine != "emulator":
             assert (where, when) == recordings_page.origin(store, experiment, machine)
     monkeypatch.setattr(recordings_page, "PAGE", tmp_path / "page.md")
-    found = [outdated.State("speed", "nvidia-h100-80gb-hbm3", "outdated", ("x", "y"))]
+    found = [outdated.State("speed", "nvidia-h200", "outdated", ("x", "y"))]
     monkeypatch.setattr(outdated, "states", lambda store: iter(found))
     assert command.main(["outdated", "--write"]) == 1
     line = recordings_page.PAGE.read_text().splitlines()[-1]
-    assert line.startswith("| `speed/nvidia-h100-80gb-hbm3.csv` | NVIDIA H100 80GB HBM3 | 20")
+    assert line.startswith("| `speed/nvidia-h200.csv` | NVIDIA H200 | 20")
     assert line.endswith(" | outdated | x, y |")
 
 

@@ -28,6 +28,7 @@ def shown(monkeypatch):
     monkeypatch.setattr(pyplot, "show", show)
     with matplotlib.rc_context():
         matplotlib.use("Agg")
+        pyplot.close("all")  # a figure that an earlier test left is no picture of the lesson
         yield titles
     pyplot.close("all")
 
