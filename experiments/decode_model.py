@@ -85,7 +85,8 @@ def draw(rows: Sequence[Row]) -> Any:
         return None
     figure, ((ax,),) = style.new(1, 1, 4.4)
     for series in (s for s in SERIES if s in found):
-        style.line(ax, dict(sorted(found[series].items())), series, label=LABELS[series])
+        ls = "--" if series in (peers.FLASH, peers.CUDNN) else "-"
+        style.line(ax, dict(sorted(found[series].items())), series, label=LABELS[series], ls=ls)
     style.sizes(ax, sorted({keys for of in found.values() for keys in of}), "keys N")
     ax.set(ylabel="tokens per second", ylim=(0, None))
     gains = gain(found, SERIES[0])
