@@ -272,8 +272,11 @@ def multiprocessors(count):
     uncached = getattr(planning.planned, "__wrapped__", planning.planned)
     with (
         mock.patch.object(planning, "planned", uncached),
-        mock.patch.object(fa_numba.device, "multiprocessors", lambda: count),
+        mock.patch.object(fa_numba.device, "EMULATED_MULTIPROCESSORS", count),
     ):
+        shape = 1, 4 * count, 64, 64
+        plan = fa_numba.plan(shape, shape, dtype="float16", tiles=Tiles(64, 64), **UNIT)
+        assert plan.kernels[0].grid[0] <= 2 * count, "each row tile has a block of its own"
         yield
 
 
