@@ -5,18 +5,27 @@ import gc
 import itertools
 import threading
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from compare_ptx import ptx_of, without_names
-from numba import cuda
+from numba import cuda, types
 from numba.cuda.compiler import run_frontend
-from numba.cuda.core import compiler_machinery, errors, ir_utils, untyped_passes
+from numba.cuda.core import (
+    compiler_machinery,
+    errors,
+    ir,
+    ir_utils,
+    rewrites,
+    untyped_passes,
+)
 from numba.cuda.np import arraymath, linalg
 from offline import CAPABILITY
 
 import fa_numba
 from fa_numba.device import EMULATED_SHARED_BYTES, array_type, kernel_cache, planning_for
 from fa_numba.device.front_end import REPLACED, without_repeats
+from fa_numba.device.front_end.inference import literals_looked_for
 from fa_numba.device.front_end.lowering import values_where_assigned_once
 from fa_numba.device.front_end.passes import legalized_without_ends
 from fa_numba.device.front_end.variables import unread_left_out
@@ -133,12 +142,15 @@ def test_other_threads_wait_with_their_compiling():
 def test_unread_variables_go_before_types_are_inferred():
     """Statements with an effect stay, and so do the variables that they read."""
 
-    def kernel(X, n):
+    def kernel(X, n, spare):
         unread = n
         _ = unread, cuda.grid
+        cuda.grid(2)
         i = cuda.grid(1)
-        if i < n:
-            X[i] = 2
+        end = n
+        if i < end:
+            two = 2
+            X[i] = two
 
     code = run_frontend(kernel)
 
@@ -152,8 +164,43 @@ def test_unread_variables_go_before_types_are_inferred():
     assert names == ["_", "unread"]
     assert any("build_tuple" in line for line in gone)
     assert not any("call" in line or "setitem" in line for line in gone)
-    read = {v.name for b in code.blocks.values() for s in b.body for v in s.list_vars()}
-    assert {"X", "i", "n"} <= read
+    left = [each for block in code.blocks.values() for each in block.body]
+    assigned = {each.target.name for each in left if isinstance(each, ir.Assign)}
+    assert {"X", "end", "i", "n", "spare", "two"} <= assigned
+    assert {variable.name for each in left for variable in each.list_vars()} == assigned
+
+
+def gets(X, i):
+    X[i] = X[i + 1][0]
+
+
+def gets_by_name(X, i, name):
+    X[i] = X[name]
+
+
+def sets_by_name(X, i, name):
+    X[name] = i
+
+
+def lists(X, i):
+    X[i] = len([i, i])
+
+
+KNOWN_REWRITES = rewrites.rewrite_registry.rewrites["after-inference"]
+
+
+@pytest.mark.parametrize(
+    "function, rewritten",
+    [(gets, False), (gets_by_name, True), (sets_by_name, True), (lists, True)],
+)
+def test_lists_and_subscripts_that_are_strings_are_rewritten_by_numba(function, rewritten):
+    typemap = {"X": array_type(1), "i": types.int64, "name": types.StringLiteral("x")}
+    state = SimpleNamespace(func_ir=run_frontend(function), typemap=typemap)
+    found = literals_looked_for(lambda self, state: "Numba's")(None, state)
+    assert found == ("Numba's" if rewritten else True)
+    further = {"after-inference": [*KNOWN_REWRITES, type("Further", (rewrites.Rewrite,), {})]}
+    with mock.patch.object(rewrites.rewrite_registry, "rewrites", further):
+        assert literals_looked_for(lambda self, state: "Numba's")(None, state) == "Numba's"
 
 
 def test_a_variable_is_a_value_if_its_one_assignment_comes_first():

@@ -138,9 +138,10 @@ def literals_looked_for(run: Callable) -> Callable:
             return run(self, state)
         for block in state.func_ir.blocks.values():
             for statement in block.body:
-                parts = vars(getattr(statement, "value", statement))
-                index = parts.get("index") or parts.get("_kws", {}).get("index")
-                if parts.get("op") == "build_list" or isinstance(
+                value: Any = getattr(statement, "value", None)
+                of_expression = isinstance(value, ir.Expr)
+                index = (value._kws if of_expression else vars(statement)).get("index")
+                if (of_expression and value.op == "build_list") or isinstance(
                     state.typemap.get(getattr(index, "name", None)), StringLiteral
                 ):
                     return run(self, state)
