@@ -48,8 +48,7 @@ AREAS = (
 )
 # Tests that take long and that compile or emulate kernels rather than host code.
 COSTLY = (
-    *("tests/test_mutants.py", "tests/emulator", "tests/intrinsics", "tests/device/test_front_end"),
-    "tests/kernels/test_wg",
+    *("tests/test_mutants.py", "tests/emulator", "tests/intrinsics", "tests/kernels/test_wg"),
     *(
         f"tests/kernels/test_{name}.py"
         for name in (
