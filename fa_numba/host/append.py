@@ -11,7 +11,6 @@ from fa_numba.checks import LAYOUTS
 from fa_numba.dtypes import DTYPES, E4M3, E4M3_CAPABILITY, UNSCALED
 from fa_numba.host import launch_cache, placement
 from fa_numba.host.arrays import (
-    HOST,
     INTEGERS,
     SUMS,
     Operand,
@@ -218,7 +217,7 @@ def _scales(given: tuple[Any, Any], inputs: list[Operand], heads: int) -> list[O
         check_shape(found[-1], shape)
         check_device(pages[0], found[-1])
         check_written(found[-1], [*inputs, *found[:-1]])
-        if x.shape[-1] % COLUMNS or not (x.aligned or device.on_gpu() and x.ordinal == HOST):
+        if x.shape[-1] % COLUMNS or not all_aligned([x], x):
             raise ValueError(
                 f"{x.name} must have rows that start at multiples of 16 bytes (head_dim a multiple "
                 f"of {COLUMNS}), got shape {x.shape} and strides {x.strides} bytes"

@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 from helpers import numpy_dtype
+from stand_in_device import aligned, no_calls_kept, no_gpu_but_its_driver
+from stand_in_torch import Tensor, no_torch_but_its_names
 
 import fa_numba
 from fa_numba import device as devices
@@ -121,6 +123,11 @@ REFUSED = [
         ValueError,
         r"k_pages must have rows that start at multiples of 16 bytes \(head_dim",
     ),
+    (
+        {"d": 24, "memory": lambda x: x},  # a row of 24 elements every 32 or 48 bytes
+        ValueError,
+        r"k_pages must have rows that start at multiples of 16 bytes \(head_dim",
+    ),
 ]
 
 
@@ -134,7 +141,8 @@ def test_what_is_refused(change, error, says):
     if "pages" in change:
         stored = [np.zeros(x.shape, np.float16) for x in stored]
     if "d" in change:
-        stored, new = [x[..., :24].copy() for x in stored], [x[..., :24].copy() for x in new]
+        memory = change.get("memory", np.copy)
+        stored, new = [memory(x[..., :24]) for x in stored], [x[..., :24].copy() for x in new]
     how |= {name: x for name, x in change.items() if name in how}
     with pytest.raises(error, match=says):
         fa_numba.append_kv(*stored, *new, TABLE, [0, 0], **how)
@@ -147,6 +155,50 @@ def test_older_gpus_are_refused(monkeypatch):
         fa_numba.append_kv(
             *stored, *rows(2, 1, "float16", 0), TABLE, [0, 0], k_scale=scales[0], v_scale=scales[1]
         )
+
+
+UNALIGNED = r"^k_pages must have rows that start at multiples of 16 bytes \(head_dim"
+
+
+@pytest.mark.parametrize(
+    "where, offset",
+    [("on the emulator", 8), ("copied to a GPU", 8), ("on a GPU", 0), ("on a GPU", 8)],
+)
+def test_rows_of_pages_start_at_multiples_of_16_bytes(where, offset):
+    """Pages that are copied to a GPU are aligned there. The oldest GPU with e4m3 is taken."""
+    how = [((7, 2, PAGE, d), "uint8", 0, offset) for d in (D, D_V)]
+
+    def append(made):
+        stored = [made(aligned(*each), "float8_e4m3fn") for each in how]
+        new = [made(aligned((2, 2, 1, d))) for d in (D, D_V)]
+        scales = [made(aligned((7, 2))) for _ in range(2)]
+        given = dict(zip(("k_scale", "v_scale"), scales, strict=True))
+        if offset and where != "copied to a GPU":
+            with pytest.raises(ValueError, match=UNALIGNED):
+                fa_numba.append_kv(*stored, *new, TABLE, [0, 0], **given)
+        else:
+            fa_numba.append_kv(*stored, *new, TABLE, [0, 0], **given)
+
+    def on_host(values, dtype="float32"):
+        return values.view(numpy_dtype(dtype))
+
+    if where == "on the emulator":
+        with devices.using("emulator"):
+            append(on_host)
+        return
+    with no_calls_kept(), no_gpu_but_its_driver((8, 9)) as gpu, no_torch_but_its_names(gpu):
+        gpu.runs = False
+        append(Tensor.of if where == "on a GPU" else on_host)
+        assert bool(gpu.launches) is (where == "copied to a GPU" or offset == 0)
+
+
+def test_scales_on_another_gpu_are_refused():
+    with no_calls_kept(), no_gpu_but_its_driver((9, 0), (9, 0)) as gpu, no_torch_but_its_names(gpu):
+        pages = [Tensor.of(aligned((7, 2, PAGE, d), "uint8"), "float8_e4m3fn") for d in (D, D_V)]
+        new = [Tensor.of(aligned((2, 2, 1, d))) for d in (D, D_V)]
+        k_scale, v_scale = (Tensor.of(aligned((7, 2), gpu=n)) for n in (0, 1))
+        with pytest.raises(ValueError, match="^v_scale must be on the device of k_pages"):
+            fa_numba.append_kv(*pages, *new, TABLE, [0, 0], k_scale=k_scale, v_scale=v_scale)
 
 
 @pytest.mark.slow
