@@ -27,6 +27,7 @@ import test_choices
 import test_e4m3
 import test_e4m3_pages
 import test_group_splits
+import test_held
 import test_inputs
 import test_intrinsics
 import test_kv_splits
@@ -782,8 +783,14 @@ def host_runs():
     few += runs_of("mma", test_precision.test_results_and_counts)
     few += itertools.islice(runs_of("simt", test_value_dim.test_gradients), 4)  # of standard
     few = (replace(x, unit="host", quick=False) for x in few)
+    appended = (
+        test_append_e4m3.test_rows_of_pages_start_at_multiples_of_16_bytes,
+        test_append_e4m3.test_scales_on_another_gpu_are_refused,
+        test_append_e4m3.test_what_is_refused,
+        test_held.test_the_size_of_an_array_is_that_of_its_elements_in_memory,
+    )
     return (
-        *runs_of("host", test_recorded_launches),
+        *runs_of("host", test_recorded_launches, *appended),
         *runs_of("torch", test_torch_stand_in),
         *runs_of("ring", test_ring_steps, test_ring.test_a_window_is_that_of_the_whole_sequence),
         *runs_of("intrinsics", test_intrinsics, test_ptx, test_ptx_statements, test_ptx_warpgroup),

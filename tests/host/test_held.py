@@ -1,5 +1,7 @@
 """Arrays that a caller's function uses keep the values that they had when it was given."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from helpers import random_inputs
@@ -10,6 +12,7 @@ import fa_numba
 from fa_numba import Tiles, mods
 from fa_numba import device as devices
 from fa_numba.host import held
+from fa_numba.host.arrays import operand
 
 LARGE = held.COPIED_BYTES // 4 + 1  # elements of 4 bytes
 TILES = Tiles(Br=16, Bc=16)
@@ -69,6 +72,27 @@ def test_a_small_array_is_copied(kind):
     memory[...] = -1
     assert np.array_equal(values_of(function)["x"], right)
     held.check({"score_mod": function})
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "int32"])
+@pytest.mark.parametrize(
+    "kind, elements",
+    [
+        (lambda x: x, 12),
+        (lambda x: x.T, 12),
+        (lambda x: x[::-1, ::2], 6),
+        (lambda x: x[0, 0], 1),
+        (lambda x: np.broadcast_to(x[:1], (LARGE, 4)), 4),
+        (lambda x: np.broadcast_to(x, (LARGE, 3, 4)), 12),
+        (lambda x: np.broadcast_to(x[1, 2], (LARGE, 5)), 1),
+    ],
+)
+def test_the_size_of_an_array_is_that_of_its_elements_in_memory(kind, elements, dtype):
+    """Of an array on a GPU, as of an array on the host."""
+    x = np.asarray(kind(GRID.astype(dtype)))
+    found = operand("x", x, (dtype,))
+    for each in (found, replace(found, host=None)):
+        assert held._nbytes(each) == elements * x.itemsize
 
 
 @pytest.mark.parametrize(
