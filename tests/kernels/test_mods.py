@@ -194,6 +194,13 @@ def test_a_value_and_its_derivative_are_made_at_once_of_a_scaled_score_in_any_un
         (lambda s, b, h, i, j: s + s * table[h, j], False),
         (lambda s, b, h, i, j: math.tanh(s * cap * slope), False),
         (lambda s, b, h, i, j: math.tanh(s * s), False),
+        # Sums in which one term may be infinite, two terms may, or one may be NaN.
+        (lambda s, b, h, i, j: math.atan(s + s * cap), True),
+        (lambda s, b, h, i, j: math.atan(s * cap - s), True),
+        (lambda s, b, h, i, j: math.atan(s * cap - s * cap), False),
+        (lambda s, b, h, i, j: math.tanh(s + s * s), False),
+        (lambda s, b, h, i, j: math.tanh(s * s - s), False),
+        (lambda s, b, h, i, j: math.tanh(s * s - s * cap), False),
         (lambda s, b, h, i, j: math.exp(s), False),
         (lambda s, b, h, i, j: s / (s + 1), False),
     ],
@@ -523,6 +530,15 @@ def test_what_a_kernel_cannot_say_is_refused(name):
     assert "test_mods.py, line " in str(refused.value) and "supports" in str(refused.value)
 
 
+@pytest.mark.parametrize("operator", ["&", "|", "^", "<<", ">>"])
+@pytest.mark.parametrize("form", ["s {} i", "i {} s", "s {} (i > j)", "(i > j) {} s", "s {} s"])
+def test_bits_of_a_float_are_refused(operator, form):
+    form = form.format(operator)
+    function = random_functions.function_of(f"def mod(s, b, h, i, j):\n    return {form}\n", {})
+    with pytest.raises(ValueError, match=re.escape(f"{operator} of a float in {form}")):
+        mods.captured("score_mod", function)
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [
@@ -590,7 +606,7 @@ def test_a_mask_is_a_truth_value():
     assert written(lambda b, h, i, j: i & 4, "mask_mod")(0, 0, 5, 0) is True
 
 
-@pytest.mark.parametrize("operator", ["&", "|", "^"])
+@pytest.mark.parametrize("operator", ["&", "|", "^", "<<", ">>"])
 def test_bits_of_integers_and_truth_values_are_pythons(operator):
     """Two truth values give a truth value, anything else an integer, which ~ and - take."""
     pairs = (("i", "6"), ("i", "(j == 2)"), ("(i > 4)", "j"), ("(i > 4)", "(j == 2)"))
