@@ -227,8 +227,7 @@ def _add_arrays(
             continue
         if isinstance(array, BlockMask):
             slot = len(pointers)
-            key += ("block_mask", array.shape, array.seqlen_q, array.seqlen_k)
-            key += (array.block_size, array.tiles)
+            key += (array.shape, array.seqlen_q, array.seqlen_k, array.block_size, array.tiles)
             continue
         found = address_and_kind(array)
         if found is None:

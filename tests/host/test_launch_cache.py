@@ -8,7 +8,7 @@ import math
 import threading
 import time
 import weakref
-from dataclasses import replace
+from dataclasses import fields, replace
 from unittest import mock
 
 import numpy as np
@@ -26,6 +26,7 @@ from fa_numba.choices.requests import Choices
 from fa_numba.device import launch_record, planning_for
 from fa_numba.host import binding, launch_cache, planning
 from fa_numba.host.arrays import address_and_kind
+from fa_numba.mods.blocks import BlockSize
 from fa_numba.options import AttentionOptions
 
 SIZES = (2, 2, 1, 5, 9, 4)  # B, Hq, Hk, Nq, Nk, d
@@ -496,6 +497,28 @@ def test_everything_that_an_array_is_is_in_the_key(key_of, torch):
     assert None not in found
     assert len(set(found)) == len(found)
     assert key_of(q=on_gpu(q + 1)) == found[0]
+
+
+def test_everything_that_a_block_mask_is_is_in_the_key(key_of):
+    """A kept call is not checked again: a mask that was made for other lengths is another call."""
+    mask, other = (
+        fa_numba.create_block_mask(function, 1, 1, 5, 9, tiles=Tiles(16, 16))
+        for function in (seen, lambda b, h, i, j: i > j)
+    )
+    changes = {
+        "seqlen_q": 6,
+        "seqlen_k": 10,
+        "shape": (2, 1, 1, 1),
+        "block_size": BlockSize(16, 32),
+        "tiles": None,
+        "captured": other.captured,
+    }
+    # Kernels read the lists where they are, and the others follow from the function.
+    assert {x.name for x in fields(mask)} == {*changes, "lists", "mask_mod", "reads"}
+    masks = [replace(mask, **{name: x}) for name, x in changes.items()]
+    found = [key_of(block_mask=x) for x in (None, mask, *masks)]
+    assert None not in found and len(set(found)) == len(found)
+    assert key_of(block_mask=replace(mask, lists=other.lists)) == found[1]
 
 
 def test_functions_that_differ_in_one_thing_are_other_calls(key_of):
