@@ -314,6 +314,56 @@ def test_the_last_block_ends():
         assert makespan(blocks, resident) == max(free)
 
 
+def splits_of(q, k, multiprocessors, **options):
+    """The number of key splits of one batch entry and the reason, by heads, rows and columns."""
+    with devices.planning_for((8, 0), 163 * 1024, multiprocessors):
+        plan = fa_numba.plan((1, *q, 64), (1, *k, 64), dtype="float16", **options)
+    return plan.kv_splits, plan.why["kv_splits"]
+
+
+@pytest.mark.parametrize(
+    "seqlen_q, seqlen_k, heads, kv_splits",
+    [(1024, 4096, 8, 3), (1024, 16384, 4, 7), (256, 16384, 16, 7), (256, 65536, 16, 7)],
+)
+def test_key_splits_of_unequal_row_tiles_are_at_most_four_rounds(
+    seqlen_q, seqlen_k, heads, kv_splits
+):
+    """More splits would end a little earlier, if thread blocks were this regular."""
+    found, why = splits_of((heads, seqlen_q), (heads, seqlen_k), 60, causal=True)
+    row_tiles = heads * seqlen_q // 128
+    assert f"the GPU runs 60 blocks at a time, the call has {row_tiles} row tiles" in why
+    assert found == kv_splits == 4 * 60 // row_tiles
+
+
+def test_the_reason_for_key_splits_says_when_the_passes_end():
+    causal = {"causal": True}
+    # Row tiles of 128 rows visit 6 and 8 column tiles of 64. Three splits: 48 thread blocks visit
+    # at most 3. Four splits: 64 thread blocks visit at most 2, four of them begin after a visit.
+    # Parts of O are then merged for some visits more.
+    ends = "kv_splits=3 finishes after 7.732 visits of a column tile, kv_splits=1 after 8 (4 values"
+    found, why = splits_of((8, 256), (8, 512), 60, **causal)
+    assert found == 3 and ends in why
+    # Few rows: 4 visits, or 2 visits and the time of 2 visits for the sums of a split.
+    ends = "kv_splits=1 finishes after 4 visits of a column tile, kv_splits=2 after 4 (2 values"
+    found, why = splits_of((1, 48), (1, 256), 16, tiles=Tiles(16, 64), **causal)
+    assert found == 1 and ends in why
+    # The longest row tile visits 8 column tiles: an even share of 60 thread blocks exactly.
+    longest = "no split: the longest row tile takes no longer than an even share of all"
+    assert splits_of((24, 512), (24, 512), 60, tiles=Tiles(128, 64), **causal) == (1, longest)
+    # As many row tiles as thread blocks.
+    fills = "no split: the GPU runs 60 blocks at a time, and 60 row tiles fill it"
+    assert splits_of((60, 128), (60, 512), 60, tiles=Tiles(128, 64)) == (1, fills)
+
+
+@pytest.mark.parametrize("rows", [1, 100, 128])
+def test_one_row_tile_of_a_head_is_split_alike_with_a_causal_mask(rows):
+    """Its last row sees all columns."""
+    for heads in (1, 20, 50, 59, 60):
+        call = (heads, rows), (heads, 16384), 60
+        one, other = (splits_of(*call, tiles=Tiles(128, 64), causal=x) for x in (False, True))
+        assert one == other
+
+
 # --- what was measured ------------------------------------------------------------------------
 
 
