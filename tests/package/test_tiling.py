@@ -7,9 +7,16 @@ import pytest
 from helpers import refused
 
 from fa_numba import Tiles
-from fa_numba.choices.tiles import paper_rule, simt_tiles
+from fa_numba.choices.tiles import mma_tiles, paper_rule, simt_tiles
 from fa_numba.options import Features
-from fa_numba.tiling import MAX_THREADS, SimtSpec, select_spec, splits
+from fa_numba.tiling import (
+    MAX_THREADS,
+    MmaDqSpec,
+    SimtSpec,
+    select_mma_spec,
+    select_spec,
+    splits,
+)
 
 KB = 1024
 
@@ -130,3 +137,23 @@ def test_tiles_beyond_shared_memory_are_refused_with_both_numbers():
         select_spec(Tiles(64, 64), 128, least - 1)
     for part in (f"got {least} bytes", f"tiles must fit in {least - 1} bytes"):
         assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("limit", [64 * KB, 99 * KB, 163 * KB])
+def test_tiles_of_the_kernel_of_dq_are_the_largest_that_fit(limit):
+    """Up to the tiles that were measured, or a short sequence."""
+    for d, N in itertools.product(range(40, 257, 24), (17, 4096)):
+        tiles = mma_tiles("fa2", "dQ", N, 4096, d, limit).value
+        select_mma_spec(tiles, d, limit, MmaDqSpec)
+        most = mma_tiles("fa2", "dQ", N, 4096, d, 1 << 20).value
+        if tiles != most:
+            twice = Tiles(tiles.Br, 2 * tiles.Bc), Tiles(2 * tiles.Br, tiles.Bc)
+            larger = [x for x in twice if x.Br <= most.Br and x.Bc <= most.Bc]
+            assert larger and any(not fits(x, d, limit) for x in larger), (tiles, most, d, N)
+
+
+def fits(tiles, head_dim, limit):
+    try:
+        return bool(select_mma_spec(tiles, head_dim, limit, MmaDqSpec))
+    except ValueError:
+        return False
