@@ -2,11 +2,13 @@
 
 `survivors.csv` lists the faults that no test call notices, each with the reason why it is no fault.
 Random calls prove the reasons (`proofs`). By default a sample of the faults and of the reasons is
-tried. Two commands try some of them:
+tried. Two commands try some of them, and a third one writes down what noticed the sample:
 
     python tests/test_mutants.py NAME ...         try the faults whose name contains a NAME
     python tests/test_mutants.py prove NAME ...   prove the reasons of the survivors whose name
                                                   contains a NAME, and write them to the file
+    python tests/test_mutants.py hints            write to `noticed.csv` which run noticed each
+                                                  fault of the sample last
 """
 
 import ast
@@ -345,6 +347,17 @@ def all_diagnosed(chosen, shares=1):
     assert not wrong, "\n".join(wrong)
 
 
+def sample_of(unit):
+    """Return the faults of a unit that are tried by default, and pairs of others with what says
+    so.
+    """
+    of_unit = (site for site in sites() if units_of(site)[0] == unit)
+    chosen = sorted(of_unit, key=by_number)[: (UNITS | HOST)[unit]]
+    of_all = diagnosed() if unit in UNITS else ()
+    pairs = [(site, wanted) for site, wanted, first in of_all if first]
+    return chosen, [(site, wanted) for site, wanted in pairs if units_of(site)[0] == unit]
+
+
 # --- the tests -------------------------------------------------------------------------------
 
 
@@ -374,11 +387,8 @@ def test_quick_runs_notice_most_of_a_sample(unit):
 @pytest.mark.parametrize("unit", (*UNITS, "intrinsics"))
 def test_a_sample_is_noticed(unit):
     """And a few by what they are; each unit in one process, which finds out what runs what."""
-    of_unit = (site for site in sites() if units_of(site)[0] == unit)
-    all_noticed(sorted(of_unit, key=by_number)[: (UNITS | HOST)[unit]], SHARES[unit])
-    of_all = diagnosed() if unit in UNITS else ()
-    of_unit = [(site, wanted) for site, wanted, first in of_all if first]
-    of_unit = [(site, wanted) for site, wanted in of_unit if units_of(site)[0] == unit]
+    chosen, of_unit = sample_of(unit)
+    all_noticed(chosen, SHARES[unit])
     all_diagnosed(of_unit, SHARES[unit])
 
 
@@ -442,6 +452,11 @@ def prove(asked):
 def main(asked):
     if asked[:1] == ["prove"]:
         prove(asked[1:])
+        return
+    if asked == ["hints"]:
+        samples = map(sample_of, (*UNITS, "intrinsics"))
+        found = [[*chosen, *(site for site, _ in pairs)] for chosen, pairs in samples]
+        noticed.write(site.name for sites in found for site in sites)
         return
     for site in sites():
         if any(text in site.name for text in asked):

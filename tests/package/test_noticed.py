@@ -40,6 +40,25 @@ def test_where_nothing_can_be_written_nothing_is_known(folder, monkeypatch):
     assert noticed.hint("a") is None
 
 
+def test_hints_of_the_file_are_for_who_has_none(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(noticed, "HINTS", tmp_path / "hints.csv")
+    noticed.in_file.cache_clear()
+    (tmp_path / "hints.csv").write_text('fault,unit,title\n"a, b",mma,one\nc,simt,"two, 2"\n')
+    noticed.note("c", "wgmma", "three")
+    assert noticed.hint("a, b") == ("mma", "one") and noticed.hint("c") == ("wgmma", "three")
+    noticed.write(["d", "c", "a, b", "c"])
+    noticed.in_file.cache_clear()
+    assert noticed.in_file() == {"a, b": ("mma", "one"), "c": ("wgmma", "three")}
+    noticed.in_file.cache_clear()
+
+
+def test_most_hints_of_the_file_are_of_runs_that_there_are():
+    """Otherwise: python tests/test_mutants.py hints"""
+    runs = {(run.unit, run.title) for run in (*mutant_cases.runs(), *mutant_cases.host_runs())}
+    found = noticed.in_file().values()
+    assert sum(hint in runs for hint in found) > 0.9 * len(found) > 0
+
+
 @pytest.fixture
 def run(folder, monkeypatch):
     """A function that makes the runs that execute the fault, and what has been called."""
