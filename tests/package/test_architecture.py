@@ -78,8 +78,13 @@ def statements(tree, with_types):
 
 def imported(module, text, is_package=False, with_types=True):
     """The full names that a module imports: of a module, or of a name in one."""
+    return imported_in(ast.parse(text), module, is_package, with_types)
+
+
+def imported_in(tree, module, is_package, with_types):
+    """As `imported`, of a module's syntax tree."""
     package = module if is_package else module.rpartition(".")[0]
-    for node in statements(ast.parse(text), with_types):
+    for node in statements(tree, with_types):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -93,11 +98,17 @@ def imported(module, text, is_package=False, with_types=True):
                 yield name if name in MODULES or base not in MODULES else base
 
 
-@functools.cache
 def imports(module, with_types=True):
     """Those of a file of the project."""
+    return imports_of(module)[with_types]
+
+
+@functools.cache
+def imports_of(module):
+    """Those without the statements under ``if TYPE_CHECKING``, and all, of a file parsed once."""
     path = MODULES[module]
-    return tuple(imported(module, path.read_text(), path.name == "__init__.py", with_types))
+    tree, is_package = ast.parse(path.read_text()), path.name == "__init__.py"
+    return [tuple(imported_in(tree, module, is_package, types)) for types in (False, True)]
 
 
 def edges(with_types=True):

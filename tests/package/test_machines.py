@@ -25,14 +25,18 @@ def python(code, **settings):
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, **settings)
 
 
-def test_numba_cuda_is_imported_where_numpy_has_no_row_stack():
-    """As NumPy 2.5, where the name is gone again afterwards."""
+def test_the_package_needs_neither_torch_nor_numpys_row_stack():
+    """NumPy 2.5 has no such name, which is gone again afterwards; one process for both."""
     done = python(
-        "import numpy as np; vars(np).pop('row_stack', None); "
+        "import sys, numpy as np; vars(np).pop('row_stack', None); "
         "np.__all__ = [name for name in np.__all__ if name != 'row_stack']; import fa_numba; "
-        "from numba.cuda.np import arrayobj; print(hasattr(np, 'row_stack'))"
+        "from numba.cuda.np import arrayobj; print(hasattr(np, 'row_stack')); "
+        "print('torch' in sys.modules, hasattr(fa_numba, 'torch')); "
+        "sys.modules['torch'] = None; import fa_numba.torch"
     )
-    assert (done.stdout, done.returncode) == ("False\n", 0), done.stderr
+    assert done.stdout == "False\nFalse False\n", done.stderr
+    assert "ImportError: fa_numba.torch needs PyTorch" in done.stderr
+    assert "pip install 'torch>=2.5'" in done.stderr
 
 
 @pytest.mark.parametrize(
