@@ -2,6 +2,8 @@
 
 import os
 
+import numpy as np
+
 import fa_numba
 from experiments.lab.measure import counters, peers, timing, variants
 from experiments.lab.measure.series import row_fields
@@ -101,6 +103,32 @@ def noted_calls(monkeypatch):
     monkeypatch.setattr(variants, "time_call", time_call)
     monkeypatch.setattr(counters, "count_or_say", count_or_say)
     return calls, cases
+
+
+def run_once(monkeypatch):
+    """Calls of attention with equal numbers and options return the result of the first of them."""
+
+    def words(value):
+        if isinstance(value, np.ndarray):
+            return value.dtype.str, value.shape, value.tobytes()
+        return type(value), str(value)
+
+    def once(run):
+        found = {}
+
+        def call(*arrays, out=None, **options):
+            named = ((name, *words(value)) for name, value in sorted(options.items()))
+            key = (*map(words, arrays), out is None, *named)
+            if key not in found:
+                given = {} if out is None else {"out": out}
+                # With the options, whose functions have addresses of their own as long as they live
+                found[key] = run(*arrays, **given, **options), options
+            return found[key][0]
+
+        return call
+
+    for name in ("attention", "attention_backward"):
+        monkeypatch.setattr(fa_numba, name, once(getattr(fa_numba, name)))
 
 
 def recorded(folder, name, rows, complete=True):

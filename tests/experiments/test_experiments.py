@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from experiment_helpers import made_up as row_of
-from experiment_helpers import on_some_gpu, put_on_path, recorded
+from experiment_helpers import on_some_gpu, put_on_path, recorded, run_once
 from matplotlib.figure import Figure
 from mma_helpers import numpy_dtype
 from rich.console import Console
@@ -902,22 +902,7 @@ def on_the_emulator(monkeypatch, study=None, lengths=(8, 24)):
         timed.append(repeats)
         return [2.0] * repeats
 
-    def once(run):
-        """Calls with the same numbers and options give what the first of them gave."""
-        found = {}
-
-        def call(*arrays, out=None, **options):
-            values = (x.tobytes() for x in arrays)
-            key = (*values, out is None, *sorted(options.items(), key=str))
-            if key not in found:
-                given = {} if out is None else {"out": out}
-                found[key] = run(*arrays, **given, **options)
-            return found[key]
-
-        return call
-
-    for name in ("attention", "attention_backward"):
-        monkeypatch.setattr(fa_numba, name, once(getattr(fa_numba, name)))
+    run_once(monkeypatch)
     monkeypatch.setattr(fa_numba.device, "synchronize", lambda: None)
     monkeypatch.setattr(fa_numba.device, "release_memory", lambda: None)
     monkeypatch.setattr(fa_numba.device, "to_gpu", lambda array: array)
