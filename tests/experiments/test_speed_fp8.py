@@ -47,7 +47,7 @@ def test_the_table_and_the_figure():
     assert len(lines) == 2
     figure = speed_fp8.draw(rows)
     title = figure.legends[0].get_title().get_text()
-    assert title == "In 8 bits, FA-2 is up to 1.60 times as fast as in fp16"
+    assert title == "FA-2 in e4m3 is up to 1.60 times as fast as fp16"
     assert speed_fp8.draw([]) is speed_fp8.table([]) is None
 
 

@@ -32,7 +32,8 @@ def recorded(source, metric):
             rows = list(csv.DictReader(file))
         for row in rows:
             wanted = (row["source"], row["metric"]) == (source, metric) and row["value"]
-            ours = row["series"][:2] in ("fa", "st") and not by_planes(row["series"])
+            ours = row["series"].startswith(("fa1-", "fa2-", "standard-"))
+            ours = ours and not by_planes(row["series"])
             if wanted and row["pass"] != "fwd+bwd" and ours:
                 yield row, planned(row, gpu), gpu
 
