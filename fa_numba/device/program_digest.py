@@ -383,19 +383,19 @@ class _Writer:
         self._put(f"({kind}")
         for name in node._fields:
             value = getattr(node, name, None)
-            if value is None or value == [] or name in ("ctx", "type_comment", "kind"):
+            if value is None or value == [] or name == "ctx":
                 continue
             self._put(f" {name}=")
             self._value(value)
         self._put(")")
 
     def _value(self, value: Any) -> None:
-        """Write the value of a field of a node: a node, a list of nodes, or a constant."""
+        """Write the value of a field of a node: a node, a constant, or a list that is not empty."""
         if isinstance(value, ast.AST):
             self.node(value)
         elif not isinstance(value, list):
             self._put(f" {type(value).__name__}:{value!r}")
-        elif value and isinstance(value[0], ast.stmt):
+        elif isinstance(value[0], ast.stmt):
             self._block(value)
         else:
             self._all(value)

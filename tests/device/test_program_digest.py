@@ -235,9 +235,13 @@ def test_all_functions_classes_and_methods_have_a_qualified_name():
         assert hasattr(value, "__qualname__") or not named
 
 
-def test_an_annotation_without_a_value_is_written_as_nothing():
-    bare, none = (ast.parse(f"def f():\n    {x}return 1").body[0] for x in ("x: int; ", ""))
-    assert template(bare.body[0]).text == "" and template(bare) == template(none)
+@pytest.mark.parametrize("nothing", ["x: int", "pass", "...", "'words'"])
+def test_a_statement_without_effect_is_written_as_nothing(nothing):
+    for head in ("def f():\n    {}return 1", "if f:\n    {}return 1"):
+        some, none = (ast.parse(head.format(x)).body[0] for x in (f"{nothing}; ", ""))
+        assert template(some) == template(none)
+    bare = ast.parse("x: int").body[0]
+    assert template(bare).text == ""
 
 
 def test_nodes_of_a_text_are_closed():
@@ -245,14 +249,91 @@ def test_nodes_of_a_text_are_closed():
     texts = (
         "x[a:b:(yield)]",
         "f(x, *y, n=z)",
+        "f({**x, 1: (y + z)})",
         "(a + b) * c",
         "a if b else (c, d)",
         "not a < b <= c",
+        "assert f(a), b",
+        "raise (a + b) from c",
+        "x: int = f(1)",
+        "def f(a, *b, c=(1,), **d):\n    def g():\n        nonlocal a\n        a = 1\n    return g",
+        "def f():\n    try:\n        g(1)\n    except (A, B) as c:\n        return (c)",
+        "def f():\n    try:\n        g(1)\n    except (A):\n        return [lambda x: (x)]",
+        "@a(1)\nclass A(B, C):\n    x: int = (1)\n    def f(self): return (self)",
     )
     for text in texts:
         written = template(ast.parse(text).body[0], frozenset("f")).text
         assert written.count("(") == written.count(")") > 1
         assert written.count("[") == written.count("]")
+
+
+def test_texts_of_two_statements():
+    text = template(ast.parse("a[1:] = []").body[0]).text
+    index = "(Slice lower= int:1)"
+    assert text == f"(Assign targets=[(Subscript value= v0 slice={index})] value=(List))"
+    found = template(ast.parse("f(a, b=a.c, **d)").body[0].value, frozenset("f"))
+    assert found.text == "(Call ?[ v0] ?=(Attribute v0 c) None= v1)"
+    assert [x.keyword for x in found.references] == ["", "b"]
+
+
+INNER = "def g(a, b):\n  def h():\n    {}\n    a = 1"
+# Pairs of statements that differ in one thing. "f" is a name from outside.
+UNLIKE_STATEMENTS = [
+    ("a + b", "a + a"),
+    ("a + b", "a - b"),
+    ("a[1:]", "a[:1]"),
+    ("a.b", "a.c"),
+    ("f.b", "f.c"),
+    ("(a.b, a)", "(a.b, c)"),
+    ("a(b=1)", "a(c=1)"),
+    ("a(b=1)", "a(b=2)"),
+    ("f(b=1)", "f(c=1)"),
+    ("f(b=1)", "f(b=2)"),
+    ("a(**b)", "a(b)"),
+    ("def g(f, a): return f", "def g(a, f): return f"),
+    ("def g(a, b): return a", "def g(a, b): return b"),
+    ("def g(a): return a", "def g(a, /): return a"),
+    ("def g(a): return a", "def g(*a): return a"),
+    ("def g(a): return a", "def g(*, a): return a"),
+    ("def g(a): return a", "def g(**a): return a"),
+    ("def g(a, /): return a", "def g(): return a"),
+    ("def g(*a): return a", "def g(): return a"),
+    ("def g(*, a): return a", "def g(): return a"),
+    ("def g(**a): return a", "def g(): return a"),
+    ("def g(*, a, b): return a", "def g(*, a, b): return b"),
+    ("a(a)", "b(a)"),
+    ("import a", "import b"),
+    ("if a: b = 1", "if a: b = 2"),
+    ("if a: b: f = 1", "if a: b: f = 2"),
+    ("if a: b()", "if a: b.c()"),
+    ("def g(): return g", "def g(): return a"),
+    ("def g(): return 1", "@f\ndef g(): return 1"),
+    ("try: a\nexcept f: 1 + 1", "try: a\nexcept f.b: 1 + 1"),
+    ("try: a\nexcept f: 1 + 1", "try: a\nexcept: 1 + 1"),
+    (INNER.format("nonlocal a"), INNER.format("nonlocal b")),
+    (INNER.format("nonlocal a"), INNER.format("a = 2")),
+    ("class A: a = 1", "class B: a = 1"),
+    ("class A: a = 1", "class A(f): a = 1"),
+    ("class A: a = 1", "@f\nclass A: a = 1"),
+    ("class A: a = 1", "class A: a = 2"),
+    ("class A: a: f = 1", "class A: a: f = 2"),
+    ("class A:\n  def a(self): return 1", "class A:\n  def a(self): return 2"),
+    ("class A:\n  def a(self): return 1", "class A:\n  def b(self): return 1"),
+]
+
+
+@pytest.mark.parametrize("one, other", UNLIKE_STATEMENTS)
+def test_statements_that_differ_have_other_texts(one, other):
+    written = [template(ast.parse(text).body[0], frozenset("f")) for text in (one, other)]
+    assert written[0] != written[1]
+
+
+def test_names_of_errors_are_local_names():
+    """By which an error is told apart from another variable."""
+    handler = "def f(x):\n    try:\n        g()\n    except E{}:\n        return {}"
+    given = (" as a", "a"), (" as b", "b"), (" as x", "x"), (" as a", "x"), ("", "x")
+    texts = [template(ast.parse(handler.format(*each)).body[0]).text for each in given]
+    assert texts[0] == texts[1] and len(set(texts)) == 4
 
 
 def test_types_of_a_named_tuples_members_count(made):
