@@ -488,6 +488,15 @@ def test_words_and_what_is_not_reached_have_no_part(reached, file, old, new):
     assert reached(file, old, new) == reached()
 
 
+def test_all_of_a_module_that_a_function_imports_is_reached(reached, monkeypatch):
+    """Whatever the function takes from the module. A module at the top is reached in part."""
+    unused = "lab/measure/calls", "return 1", "return 2"
+    assert reached(*unused) == reached()
+    text = REPOSITORY["one"].replace("    for", "    from .lab.measure import calls\n    for")
+    monkeypatch.setitem(REPOSITORY, "one", text)
+    assert reached(*unused) != reached()
+
+
 @pytest.mark.parametrize(
     ("file", "old", "new"),
     [

@@ -275,13 +275,11 @@ def reached(module: str, name: str) -> dict[str, str]:
     are used. Modules in `NO_PART` are left out.
     """
     texts: dict[str, dict[int, str]] = {}
-    left, seen = [(module, name)], set()
+    left = [(module, name)]
     while left:
-        at = left.pop()
-        if at in seen or at[0].startswith(NO_PART):
+        of, name = left.pop()
+        if of.startswith(NO_PART):
             continue
-        seen.add(at)
-        of, name = at
         found = _module(of)
         if name == "*":
             left += [(of, each) for each in found.names]
