@@ -470,6 +470,14 @@ def branches(score, b, h, i, j):
     return -score
 
 
+async def waits(score, b, h, i, j):
+    return score
+
+
+async def waits_and_yields(score, b, h, i, j):
+    yield score
+
+
 def nothing_returned(score, b, h, i, j):
     score + 1
 
@@ -548,6 +556,11 @@ def test_bits_of_a_float_are_refused(operator, form):
         (lambda s, b, h, i: s, r"must have the 5 parameters .*, got a .* with \(s, b, h, i\)"),
         (lambda *all_: 0, "must have the 5 parameters"),
         (lambda s, b, h, i, j, *, x=1: s, "must have the 5 parameters"),
+        (lambda s, b, h, i, j, *rest: s, "must have the 5 parameters"),
+        (lambda s, b, h, i, j, **rest: s, "must have the 5 parameters"),
+        (lambda s, b, h, i, j: (yield s), "must not be a generator or a coroutine"),
+        (waits, "must not be a generator or a coroutine, got waits"),
+        (waits_and_yields, "must not be a generator or a coroutine, got waits_and_yields"),
     ],
 )
 def test_what_is_no_such_function_is_refused(function, message):
