@@ -74,6 +74,7 @@ def test_rows_and_scales(dtype, calls, sizes):
                 *stored, *given, TABLE, lens, k_scale=scales[0], v_scale=scales[1], **ragged
             )
         assert counts.loads["new"] == 2 * 2 * sum(new) * (D + D_V)
+        assert {*counts.loads, *counts.stores} <= {"new", "pages", "scales"}
         lens = [x + count for x, count in zip(lens, new, strict=True)]
     assert_cached(stored, scales, every, lens)
     assert np.isnan(scales[0][5]).all() and np.isnan(stored[0][5].astype(float)).all()
