@@ -32,7 +32,7 @@ SHORT = 5e-4  # seconds: what takes less time is not worth a place on disk
 # all that they import (beside the package's own files), and the files of `tests` that do.
 COMPUTING = ("fa_numba.reference", "fa_numba.scores", "fa_numba.choices.tiles", "fa_numba.device")
 FOLDERS = ("choices", "device", "emulator", "io_model", "mods", "tiling")
-FILES = ("remembered.py", "helpers.py", "backward_helpers.py")
+FILES = ("remembered.py", "helpers.py", "backward_helpers.py", "package/test_reference.py")
 FOLDER = kernel_cache.directory()  # before a test chooses another folder
 
 

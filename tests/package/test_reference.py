@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import ml_dtypes
 import numpy as np
 import pytest
+from remembered import remembered
 
 from fa_numba import reference
 from fa_numba.dropout import dropout_mask
@@ -25,6 +26,7 @@ from fa_numba.reference import (
 EPS = np.finfo(np.float64).eps
 
 
+@remembered
 def plain_loop(
     q, k, v, *, scale=None, causal=False, window=(-1, -1), softcap=None, bias=None, attn_mask=None,
     alibi_slopes=None, sinks=None, q_lens=None, kv_lens=None, block_mask=None, tiles=None,
@@ -312,6 +314,7 @@ def with_output_gradient(shape, *, seed=0):
     return np.random.default_rng(seed + 1000).standard_normal(q.shape), q, k, v
 
 
+@remembered
 def central_differences(dout, q, k, v, *, dlse=None, **options):
     """The gradients of sum(dout o attention(q, k, v)), one element moved at a time, the same of all
     batch entries and heads, which know nothing of each other. With a `dlse` of sum(dlse o L) too,
