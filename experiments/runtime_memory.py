@@ -3,8 +3,9 @@
 The sizes are those of Fig. 3 and of Tables 9 to 21 in the paper: batch size 16, 8 heads, d=64, fp16
 and N=128 to 65536, with and without dropout and padding mask. The series are both loop orders,
 torch's kernels, and standard attention at all N for which the memory suffices. Above N=32768, only
-torch's FlashAttention-2 is measured of torch's kernels. The figure contains the published curves
-too. A training step on one sequence of N=1048576 is measured too.
+torch's FlashAttention-2 is measured of torch's kernels. Block-sparse FA-1 is measured without
+dropout and padding mask, and with both. Block-sparse FA-2 is measured without both. The figure
+contains the published curves too. A training step on one sequence of N=1048576 is measured too.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from fa_numba import device
+import fa_numba
+from fa_numba import device, reference
 from fa_numba.problem import Problem
 
 from .lab.measure import calls, check, peers
@@ -43,6 +45,14 @@ SETTINGS = {
 OURS = ("standard-mma", "fa1-mma", "fa2-mma")
 THEIRS = (peers.UNFUSED, peers.FLASH, peers.CUDNN, peers.EFFICIENT, peers.MATH)
 PASSES = ("fwd", "bwd", "fwd+bwd")
+# Block-sparse series -> the settings in which a series is measured. Each setting needs kernels that
+# take seconds to compile, so only the settings of the paper's Tables 9 to 11 and 18 to 21 are
+# measured. As in the dense series, FA-1 has one thread block per batch entry and head.
+SPARSE = {"fa1-mma-sparse": (PLAIN, BOTH), "fa2-mma-sparse": (PLAIN,)}
+# The block masks. Appendix E.6 of the paper says of its sparse methods that a row sees an eighth of
+# the columns, and at most 256 columns. Section 3.3 says that the paper's models with block-sparse
+# FlashAttention use a butterfly pattern. The size of a block is ours.
+COMPRESSION, COLUMNS, BLOCK = 8, 256, 64
 # Above this length, torch's FlashAttention-2 is the only measured kernel of torch, because a call
 # takes seconds.
 ALL_TO = 32768
@@ -55,6 +65,8 @@ LONGEST, LONGEST_SERIES = 2**20, "fa2-auto"
 ALONE = "plain, batch 1"
 ALONE_SERIES, ALONE_SEQLENS = ("standard-mma", peers.UNFUSED), (16384, 32768, 65536)
 CHECKED = Problem(2, 2, 2, 256, 256, HEAD_DIM, dtype=DTYPE)
+# The small problem of the block-sparse series: 8 rows of blocks, with 4 of 8 blocks in each row.
+SPARSE_CHECKED = replace(CHECKED, seqlen_q=8 * BLOCK, seqlen_k=8 * BLOCK)
 PROTOCOL = (
     f"batch entries are copies of one, and of N={LONGEST}, batch 1, so are its parts, so that O "
     f"is again that of N={SEQLENS[-1]}; {REPEATS} repeats to N={REPEATED}, cut to {SECONDS:g} s, "
@@ -62,7 +74,10 @@ PROTOCOL = (
     "call, and backward alone is not measured; with dropout or lengths: "
     f"all of O, dq, dk and dv at N={CHECKED.seqlen_q} with the same options, and 32 rows, "
     "with dropout 128, in the middle and at the end of two heads at every N, where what is dropped "
-    "is to deviate as its chance says; memory: what one call takes at its peak, with results"
+    "is to deviate as its chance says; memory: what one call takes at its peak, with results; "
+    f"block-sparse series: repeated at every N; O, dq, dk and dv at N={SPARSE_CHECKED.seqlen_q} "
+    f"with {COLUMNS // BLOCK} of {SPARSE_CHECKED.seqlen_q // BLOCK} blocks in each row and the "
+    f"same options; without dropout, {BLOCK} rows of O in the middle of the last head at every N"
 )
 
 
@@ -83,6 +98,48 @@ def given(name: str, problem: Problem) -> dict[str, Any]:
         lengths = padded_lengths(problem, PADDING)
         options |= {"q_lens": lengths, "kv_lens": lengths}
     return options
+
+
+def blocks_of(seqlen: int) -> tuple[int, int]:
+    """Return how many blocks a row of blocks has, as (computed blocks, all blocks).
+
+    A row of N columns has N / 8 computed columns, at most 256 columns, and at least one block.
+    """
+    every = -(-seqlen // BLOCK)
+    return max(1, min(every // COMPRESSION, COLUMNS // BLOCK)), every
+
+
+def butterfly(seqlen: int, computed: int) -> Any:
+    """Return a block mask with a butterfly pattern, for all batch entries and heads.
+
+    Row i of blocks has `computed` computed blocks (fewer at the end of a mask whose number of
+    blocks is no power of two). Their columns are i, i XOR 1, i XOR 2, i XOR 4 and so on.
+    """
+    size, widest = BLOCK, (1 << computed - 1) >> 1
+
+    def visible(b: Any, h: Any, i: Any, j: Any) -> Any:
+        distance = (i // size) ^ (j // size)
+        return distance <= widest and (distance & (distance - 1)) == 0
+
+    tiles = fa_numba.Tiles(size, size)
+    return fa_numba.create_block_mask(visible, 1, 1, seqlen, seqlen, tiles=tiles)
+
+
+def place_of(series: str, name: str, seqlen: int) -> str:
+    """Return the note of a series' rows in the setting `name`, one of SETTINGS.
+
+    For the block-sparse series, it ends with the number of computed blocks in each row of blocks,
+    such as "plain, 4 of 64 blocks".
+    """
+    if series not in SPARSE:
+        return name
+    computed, every = blocks_of(seqlen)
+    return f"{name}, {computed} of {every} blocks"
+
+
+def places_of(series: str, name: str) -> tuple[str, ...]:
+    """Return the notes of a series' rows in the setting `name`, for all sequence lengths."""
+    return tuple(dict.fromkeys(place_of(series, name, N) for N in SEQLENS))
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row]:
@@ -117,6 +174,35 @@ def input_bytes(problem: Problem, pass_: str) -> int:
     return (3 if pass_ == "fwd" else 4) * 2 * rows * problem.head_dim
 
 
+def _small_call(series: str, name: str) -> tuple[Problem, dict[str, Any]]:
+    """Return a small problem and the options of its call, to check a series in a setting."""
+    if series not in SPARSE:
+        return CHECKED, given(name, CHECKED)
+    mask = butterfly(SPARSE_CHECKED.seqlen_q, COLUMNS // BLOCK)
+    return SPARSE_CHECKED, {**given(name, SPARSE_CHECKED), "block_mask": mask}
+
+
+def sparse_gate(problem: Problem, q: Any, k: Any, v: Any, **options: Any) -> calls.Check:
+    """Return the function that checks O of a call with a block mask.
+
+    It compares one row of blocks with float64, in the middle of the last head, and returns the
+    relative error. The float64 reference gets only the columns that these rows see. With dropout,
+    the function checks nothing and returns NaN.
+    """
+    if options.get("dropout_p"):
+        return lambda out: float("nan")
+    visited = options["block_mask"].visited[0, 0]
+    N = options["q_lens"][-1] if "q_lens" in options else problem.seqlen_q
+    i = (len(visited) - 1) // 2
+    head = slice(problem.batch - 1, problem.batch), slice(problem.heads_q - 1, problem.heads_q)
+    rows = (*head, slice(i * BLOCK, min((i + 1) * BLOCK, N)))
+    columns = np.flatnonzero(np.repeat(visited[i], BLOCK)[:N])
+    block = q[rows], k[head][:, :, columns], v[head][:, :, columns]
+    unfused = reference.unfused(*block, **check.rounds(problem))
+    part = "O", reference.attention(*block), unfused
+    return check.Gate(problem.dtype, lambda out: [out[rows]], [part], f" at N={problem.seqlen_q}")
+
+
 class _Session:
     """The measurement of all problems, shorter problems first.
 
@@ -142,6 +228,11 @@ class _Session:
         for series in (*OURS, *(theirs if peers.available() else ())):
             held = gate.peer if calls.theirs(series) else gate
             yield from self._series(problem, name, series, arrays, options, held)
+        if sparse := [series for series, names in SPARSE.items() if name in names]:
+            options |= {"block_mask": butterfly(problem.seqlen_q, blocks_of(problem.seqlen_q)[0])}
+            rows_gate = sparse_gate(problem, *host[:3], **options)
+            for series in sparse:
+                yield from self._series(problem, name, series, arrays, options, rows_gate)
 
     def longest(self) -> Iterator[Row]:
         """Yield the measured times and memory of calls with one sequence of length LONGEST.
@@ -180,10 +271,12 @@ class _Session:
         options: dict[str, Any], check: calls.Check,
     ) -> Iterator[Row]:  # fmt: skip
         if (series, name) not in self._checked:  # check a small problem with the same options
-            of = (series, CHECKED, self._inputs(CHECKED), given(name, CHECKED))
+            small, own = _small_call(series, name)
+            of = (series, small, self._inputs(small), own)
             _, self._checked[series, name] = attempt(calls.check_once, *of)
         failure = self._checked[series, name]
-        repeated = problem.seqlen_q <= REPEATED
+        place = place_of(series, name, problem.seqlen_q)
+        repeated = problem.seqlen_q <= REPEATED or series in SPARSE
         for pass_ in PASSES if repeated else ("fwd", "fwd+bwd"):
             if (series, name, pass_) in self._ended:
                 continue
@@ -196,10 +289,10 @@ class _Session:
                 self._ended.add((series, name, pass_))
             timing, taken = found or (None, None)
             common = columns(NAME, series, problem, self._machine, pass_=pass_)
-            yield calls.time_row(timing, why, name, **common)
+            yield calls.time_row(timing, why, place, **common)
             if taken is not None:
                 value = taken / 2**20
-                yield Row(metric="memory", unit="MiB", value=value, note=name, **common)
+                yield Row(metric="memory", unit="MiB", value=value, note=place, **common)
             device.release_memory()
             peers.release()
 
@@ -243,6 +336,7 @@ PANELS = (
     ("peak memory, forward + backward", "memory", "fwd+bwd", PLAIN, "Table 21"),
 )
 METHODS = {"PyTorch Attention": peers.UNFUSED, "FlashAttention": "fa1-mma"}
+SPARSE_METHOD = "Block-Sparse FlashAttention"
 # Our metric -> the metric's name in published.csv.
 PAPER_METRICS = {"time": "runtime", "memory": "memory"}
 
@@ -250,7 +344,8 @@ PAPER_METRICS = {"time": "runtime", "memory": "memory"}
 def paper(metric: str, pass_: str, name: str, method: str) -> dict[int, float]:
     """Return the numbers that the paper published, as {sequence length: number}.
 
-    `metric` is "time" (ms) or "memory" (MiB), `name` one of SETTINGS, and `method` one of METHODS.
+    `metric` is "time" (ms) or "memory" (MiB), and `name` is one of SETTINGS. `method` is one of
+    METHODS, or SPARSE_METHOD.
     """
     wanted = {"metric": PAPER_METRICS[metric], "pass": pass_, "method": method, **SETTINGS[name][0]}
     found = published_numbers.lookup(paper="fa1", **wanted)
@@ -273,7 +368,8 @@ def curve(rows: Sequence[Row], series: str, metric: str, pass_: str, name: str) 
     `metric` is "time" or "memory". `name` is the setting, one of SETTINGS. The values are those
     that the figure shows (see `shown`).
     """
-    mine = select(rows, series=series, metric=metric, pass_=pass_, place=name)
+    places = places_of(series, name)
+    mine = select(rows, series=series, metric=metric, pass_=pass_, place=places)
     return {r.seqlen_q: shown(r) for r in sorted(mine, key=lambda r: r.seqlen_q)}
 
 
@@ -414,4 +510,44 @@ def dropout_table(rows: Sequence[Row]) -> tables.Table | None:
     return tables.of(caption, header, lines)
 
 
-TABLES = {"runtime_settings": settings_table, "runtime_dropout": dropout_table}
+def sparse_table(rows: Sequence[Row]) -> tables.Table | None:
+    """Return the table of a block-sparse kernel's time / the dense kernel's time."""
+
+    def ratio(sparse: dict[int, float], dense: dict[int, float], N: int) -> str:
+        return f"{sparse[N] / dense[N]:.3f}" if N in sparse and N in dense else tables.MISSING
+
+    named = ((PLAIN, "without dropout and mask"), (BOTH, "with dropout and padding mask"))
+    header, measured = ["N", "computed blocks, %"], False
+    pairs: list[tuple[dict[int, float], dict[int, float]]] = []
+    for name, words in named:
+        header.append(f"{words}: published, A100")
+        sparse = paper("time", "fwd+bwd", name, SPARSE_METHOD)
+        pairs.append((sparse, paper("time", "fwd+bwd", name, "FlashAttention")))
+        for series in (series for series, names in SPARSE.items() if name in names):
+            dense = series.removesuffix("-sparse")
+            header.append(f"{words}: {LABELS[dense]}")
+            sparse = curve(rows, series, "time", "fwd+bwd", name)
+            pairs.append((sparse, curve(rows, dense, "time", "fwd+bwd", name)))
+            measured |= bool(sparse)
+    if not measured:
+        return None
+    lines = []
+    for N in SEQLENS:
+        computed, every = blocks_of(N)
+        shares = [ratio(*pair, N) for pair in pairs]
+        lines.append([str(N), f"{100 * computed / every:.3g}", *shares])
+    caption = (
+        "The table of block-sparse attention contains the time of a block-sparse kernel / the time "
+        "of the dense kernel, for forward plus backward in fp16 with batch 16, 8 heads and d=64. "
+        "The published numbers are made from Tables 11 and 20 of FlashAttention's paper. The "
+        f"column *computed blocks* is about our kernels, whose blocks have {BLOCK} x {BLOCK} "
+        "elements of S."
+    )
+    return tables.of(caption, header, lines)
+
+
+TABLES = {
+    "runtime_settings": settings_table,
+    "runtime_dropout": dropout_table,
+    "runtime_sparse": sparse_table,
+}

@@ -1,5 +1,6 @@
 """Time and memory over the sequence length: settings, rows, the published curves and the tables."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,7 +13,7 @@ from experiments import runtime_memory
 from experiments.lab.measure import calls, check, peers, timing
 from experiments.lab.record.store import Store
 from experiments.lab.show import report
-from experiments.runtime_memory import BOTH, DROPPED, MASKED, OURS, PLAIN, given, setting
+from experiments.runtime_memory import BOTH, DROPPED, MASKED, OURS, PLAIN, SPARSE, given, setting
 from fa_numba import reference
 from fa_numba.problem import Problem
 
@@ -87,7 +88,9 @@ def test_the_papers_memory_is_so_many_arrays():
 # --- rows ------------------------------------------------------------------------------------
 
 
-def measured(monkeypatch, attention=exact, seqlens=(24, 40), repeated=32, failing=None):
+def measured(
+    monkeypatch, attention=exact, seqlens=(24, 40), repeated=32, failing=None, sparse=None
+):
     """Rows of measure with stand-ins for the GPU and its kernels; which runs were timed."""
     timed = []
 
@@ -105,6 +108,11 @@ def measured(monkeypatch, attention=exact, seqlens=(24, 40), repeated=32, failin
     monkeypatch.setattr(runtime_memory, "CHECKED", small)
     monkeypatch.setattr(runtime_memory, "HEAD_DIM", 8)
     monkeypatch.setattr(runtime_memory, "SEQLENS", seqlens)
+    monkeypatch.setattr(runtime_memory, "SPARSE", sparse or {})
+    monkeypatch.setattr(runtime_memory, "BLOCK", 8)
+    monkeypatch.setattr(runtime_memory, "COLUMNS", 32)
+    small = replace(small, seqlen_q=64, seqlen_k=64)
+    monkeypatch.setattr(runtime_memory, "SPARSE_CHECKED", small)
     settings = {
         name: (of, seqlens[: 1 if name == DROPPED else None])
         for name, (of, _) in runtime_memory.SETTINGS.items()
@@ -139,6 +147,90 @@ def test_every_setting_and_pass_is_measured(monkeypatch):
     assert {key[2] for key in memory} == {"fwd", "fwd+bwd"} and len(memory) == 3 * 2 * (4 + 3)
     # Without torch's allocator what a call returns is known by its size.
     assert memory[24, "fa2-mma", "fwd", PLAIN] == 2 * 2 * 2 * 24 * 8 / 2**20
+
+
+# --- block-sparse rows ------------------------------------------------------------------------
+
+
+def test_block_sparse_calls_are_measured_with_their_mask(monkeypatch):
+    """At every length with repeats. A series that ignores the mask is wrong."""
+    dense = exact, exact_gradients
+
+    def of(function, order):
+        def call(*arrays, algorithm, block_mask=None, **options):
+            if order == algorithm:
+                options["block_mask"] = block_mask
+            return function(*arrays, algorithm=algorithm, **options)
+
+        return call
+
+    forward, backward = (of(function, "fa1") for function in dense)
+    monkeypatch.setattr(runtime_memory, "OURS", ())
+    rows, _ = measured(monkeypatch, forward, failing=backward, sparse=SPARSE)
+    times = {(r.seqlen_q, r.series, r.pass_, r.place): r for r in rows if r.metric == "time"}
+    assert set(times) == {
+        (N, s, p, f"{name}, 1 of {N // 8} blocks")
+        for N in (24, 40)
+        for s, names in SPARSE.items()
+        for p in runtime_memory.PASSES
+        for name in names
+    }
+    for (_, series, *_), row in times.items():
+        assert ("against float64" in row.note) == row.failed == (series == "fa2-mma-sparse")
+        assert row.failed or row.n >= timing.FEWEST
+    memory = {(r.seqlen_q, r.series, r.pass_, r.place) for r in rows if r.metric == "memory"}
+    assert memory == {at for at, r in times.items() if at[2] != "bwd" and not r.failed}
+    place = runtime_memory.places_of("fa1-mma-sparse", BOTH)
+    assert place == tuple(f"{BOTH}, 1 of {n} blocks" for n in (3, 5))
+    assert runtime_memory.places_of("fa1-mma", BOTH) == (BOTH,)
+    assert set(runtime_memory.curve(rows, "fa1-mma-sparse", "time", "bwd", PLAIN)) == {24, 40}
+
+
+def test_a_row_of_blocks_has_an_eighth_of_the_columns(monkeypatch):
+    """At most 256 columns, and at least a block of 64."""
+    found = {N: runtime_memory.blocks_of(N) for N in runtime_memory.SEQLENS}
+    assert [found[N] for N in (128, 512, 1024, 2048)] == [(1, 2), (1, 8), (2, 16), (4, 32)]
+    assert all(computed == 4 and 64 * every == N for N, (computed, every) in found.items()
+               if N >= 2048)  # fmt: skip
+    monkeypatch.setattr(fa_numba, "create_block_mask", lambda visible, *sizes, tiles: visible)
+    for computed, apart in ((1, {0}), (2, {0, 1}), (4, {0, 1, 2, 4})):
+        visible = runtime_memory.butterfly(1024, computed)
+        for i, j in np.ndindex(16, 16):
+            elements = visible(0, 0, 64 * i, 64 * j + 63), visible(0, 0, 64 * i + 63, 64 * j)
+            assert elements == (((i ^ j) in apart),) * 2
+
+
+def test_rows_of_a_block_sparse_result_are_checked():
+    """Those of a block in the middle of the last head, as far as they are no padding."""
+    problem = Problem(2, 1, 1, 200, 200, 8, dtype="float16")
+    q, k, v = runtime_memory.Inputs()(problem)[:3]
+    visited = np.array([[1, 0, 0, 0], [1, 1, 0, 1], [0, 0, 1, 0], [0, 0, 0, 1]], bool)
+    mask = SimpleNamespace(visited=visited[None, None])
+    tiles = fa_numba.Tiles(64, 64)
+    for lens in ({}, {"q_lens": [200, 120], "kv_lens": [200, 120]}):
+        held = runtime_memory.sparse_gate(problem, q, k, v, block_mask=mask, **lens)
+        out = reference.attention(q, k, v, block_mask=visited, tiles=tiles, **lens)
+        assert held(out) < 1e-6
+        with pytest.raises(check.WrongResult, match="N=200"):
+            held(reference.attention(q, k, v))
+        out[-1, -1, 119] *= 1.1
+        with pytest.raises(check.WrongResult):
+            held(out)
+    assert np.isnan(runtime_memory.sparse_gate(problem, q, k, v, dropout_p=0.1)(out))
+
+
+def test_the_table_of_block_sparse_attention():
+    rows = synthetic()
+    assert runtime_memory.sparse_table(rows) is None
+    for series, names in SPARSE.items():
+        for name in names:
+            note = runtime_memory.place_of(series, name, 4096)
+            own = {"pass_": "fwd+bwd", "note": note, "n": 10}
+            rows.append(made_up("runtime_memory", setting(4096), series, 4.0, **own))
+    found = {line[0]: line[1:] for line in cells(runtime_memory.sparse_table(rows).body)}
+    # The paper: 3.21 of 30.09 ms, and 4.12 of 37.49 ms. FA-1 takes 32 ms here, and FA-2 16 ms.
+    assert found["4096"] == ["6.25", "0.107", "0.125", "0.250", "0.110", "0.125"]
+    assert found["128"] == ["50", "2.387", "-", "-", "1.023", "-"]
 
 
 @pytest.mark.parametrize("wrong_rows", [slice(0, 0), slice(-5, None)])
