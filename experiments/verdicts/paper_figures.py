@@ -1,6 +1,7 @@
 """For each published figure or table, our quantity and the published quantity."""
 
 import re
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -67,16 +68,17 @@ def training(series: str, name: str, metric: str, *by: str, **fields: Any) -> Qu
     sequence length and each combination of values in the further columns `by`. `fields` are columns
     that select rows.
     """
-    return rows("runtime_memory", *by, "seqlen_q", series=series, place=name, metric=metric,
-                source="measured", value=runtime_memory.shown, **fields)  # fmt: skip
+    return rows("runtime_memory", *by, "seqlen_q", series=series, metric=metric, source="measured",
+                place=runtime_memory.places_of(series, name), value=runtime_memory.shown,
+                **fields)  # fmt: skip
 
 
 def of_tables(name: str, method: str, metric: str, *by: str) -> Quantity:
     """Return the numbers of the FA-1 paper's Tables 9 to 21, by sequence length.
 
-    `name` is a setting, one of runtime_memory.SETTINGS. `method` is one of runtime_memory.METHODS.
-    `metric` is "time" or "memory". There is one number for each sequence length and each
-    combination of values in the further columns `by`.
+    `name` is a setting, one of runtime_memory.SETTINGS. `method` is one of runtime_memory.METHODS,
+    or runtime_memory.SPARSE_METHOD. `metric` is "time" or "memory". There is one number for each
+    sequence length and each combination of values in the further columns `by`.
     """
     metric = runtime_memory.PAPER_METRICS[metric]
     return of_fa1(*by, "seqlen_q", method=method, metric=metric, **runtime_memory.SETTINGS[name][0])
@@ -91,6 +93,30 @@ def slower(name: str) -> Pairs:
     theirs = [of_tables(name, method, "time", "pass_") for method in runtime_memory.METHODS]
     ours = training("torch-unfused", *how) / training("fa1-mma", *how)
     return {"torch's unfused / FA-1": (ours, theirs[0] / theirs[1])}
+
+
+SPARSE_SETTINGS = {
+    runtime_memory.PLAIN: "no mask or dropout",
+    runtime_memory.BOTH: "padding mask and dropout",
+}
+
+
+def sparse(metric: str, *names: str, holds: Callable[[int], bool], **fields: Any) -> Pairs:
+    """Return block-sparse FA-1 / dense FA-1, ours and published, with a pair for each setting.
+
+    `metric` is "time" or "memory", and `names` are keys of SPARSE_SETTINGS. `holds` takes a
+    sequence length and returns whether the numbers at this length are compared. `fields` are
+    columns that select our rows.
+    """
+    found = {}
+    for name in names:
+        by = name, metric, *(() if "pass_" in fields else ("pass_",))
+        ours = training("fa1-mma-sparse", *by, **fields) / training("fa1-mma", *by, **fields)
+        theirs = of_tables(name, runtime_memory.SPARSE_METHOD, *by[1:])
+        theirs = theirs / of_tables(name, "FlashAttention", *by[1:])
+        found[f"block-sparse / dense, {SPARSE_SETTINGS[name]}"] = (
+            ours.where(lambda *place: holds(place[-1])), theirs)  # fmt: skip
+    return found
 
 
 def over_bc(series: str, dtype: str, **fields: Any) -> Quantity:
@@ -216,6 +242,9 @@ PAIRS: dict[str, Pairs] = {
             ("torch's unfused, MiB", "torch-unfused", "PyTorch Attention"),
         )
     },
+    "fa1-sparse, short": sparse("time", *SPARSE_SETTINGS, holds=lambda N: N < 2048),
+    "fa1-sparse, long": sparse("time", *SPARSE_SETTINGS, holds=lambda N: N >= 2048),
+    "fa1-sparse, memory": sparse("memory", runtime_memory.PLAIN, holds=bool, pass_="fwd+bwd"),
     "fa1-theorem-2": exponents("fwd"),
     "fa1-theorem-5": exponents("bwd"),
     "saha-ye": blocks_over_flash("fwd"),
