@@ -542,3 +542,56 @@ def test_standard_attentions_kernels_are_compiled_without_what_they_do_not_read(
 def test_standard_attention_says_why_it_has_its_unit_and_tiles(passes):
     plan = fa_numba.plan((1, 1, 8, 8), (1, 1, 8, 8), algorithm="standard", passes=passes)
     assert {"unit", "tiles"} <= plan.why.keys()
+
+
+@pytest.mark.parametrize(
+    "heads, seqlen, chunk",
+    [
+        (1, 512, 1),  # few heads
+        (32, 512, 0),  # all columns fit in a chunk
+        (32, 4096, 4),
+        (32, 16384, 16),  # long sequences of small heads
+        (1, 65535 * 128, 1),  # as many chunks as a grid can have
+        (1, 65535 * 128 + 1, 2),
+    ],
+)
+def test_chunks_of_column_tiles_backward_on_hopper(heads, seqlen, chunk):
+    shape, how = (1, heads, seqlen, 64), {"dtype": "float16", "passes": "bwd", "unit": "wgmma"}
+    with bounds.DEVICES["H200"].planning():
+        assert fa_numba.plan(shape, shape, causal=True, **how).decided.spec.chunk_tiles == chunk
+        assert fa_numba.plan(shape, shape, **how).decided.spec.chunk_tiles == 0
+        of_fa1 = fa_numba.plan(shape, shape, causal=True, algorithm="fa1", **how)
+        assert of_fa1.decided.spec.chunk_tiles == 0
+
+
+@pytest.mark.parametrize("passes", ["fwd", "bwd"])
+@pytest.mark.parametrize("algorithm", ["fa1", "fa2"])
+@pytest.mark.parametrize("unit", ["simt", "mma", "wgmma"])
+def test_kernels_know_the_head_dimension_of_v(unit, algorithm, passes):
+    how = {"dtype": "float32" if unit == "simt" else "float16", "unit": unit, "passes": passes}
+    for d, d_v in ((64, 128), (128, 64), (64, 64)):
+        shapes = ((2, 4, 512, d), (2, 4, 512, d), (2, 4, 512, d_v))
+        with bounds.DEVICES["H200"].planning():
+            spec = fa_numba.plan(*shapes, algorithm=algorithm, **how).decided.spec
+        assert (spec.head_dim, spec.head_dim_v or d) == (d, d_v)
+
+
+@pytest.mark.parametrize(
+    "algorithm, change, field",
+    [
+        ("fa1", {"dtype": "bfloat16"}, "dtype"),
+        ("fa2", {"dtype": "bfloat16"}, "dtype"),
+        ("fa1", {"query_splits": 2}, "splits_queries"),
+        ("fa1", {"scale": -1.0}, "positive_scale"),
+        ("fa2", {"scale": -1.0}, "positive_scale"),
+        ("fa2", {"group_splits": 2}, "splits_rows"),  # "auto" is 4
+    ],
+)
+def test_what_a_backward_kernel_on_hopper_knows_of_a_call(algorithm, change, field):
+    def spec(**changed):
+        how = {"dtype": "float16", "passes": "bwd", "unit": "wgmma", "algorithm": algorithm}
+        with bounds.DEVICES["H200"].planning():
+            return fa_numba.plan((2, 4, 512, 64), (2, 2, 512, 64), **how | changed).decided.spec
+
+    one, other = spec(), spec(**change)
+    assert one != other == replace(one, **{field: getattr(other, field)})
