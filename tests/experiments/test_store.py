@@ -12,7 +12,7 @@ from experiments import speed_bf16, speed_fp16
 from experiments.lab.record import published_numbers, registry
 from experiments.lab.record.options import FIGURES
 from experiments.lab.record.recorder import Recorder
-from experiments.lab.record.store import COLUMNS, Row, Store, StoreError, dump
+from experiments.lab.record.store import COLUMNS, Row, Store, StoreError, dump, impossible
 from experiments.lab.show import report
 
 
@@ -187,6 +187,16 @@ def test_what_no_measurement_gives_is_kept_as_a_failure(tmp_path):
     assert below.value == -1 and (failed.value, failed.p20, failed.p80) == (None, None, None)
     why = "time must be a finite number of at least 0, got nan"
     assert failed.note == f"here; failed: {why}"
+
+
+@pytest.mark.parametrize("field", ["value", "p20", "p80"])
+def test_numbers_are_finite_and_at_least_0(field):
+    """Each of a row's numbers; only a difference may be below 0."""
+    for metric, least in (("time", 0.0), ("loss_difference", -math.inf)):
+        for n in (-math.inf, -1.0, -0.0, 0.0, 1.0, math.inf, math.nan):
+            wrong = impossible(row(metric=metric, **{field: n}))
+            assert (wrong == "") is (math.isfinite(n) and n >= least)
+            assert not wrong or (wrong.startswith(metric) and wrong.endswith(f", got {n}"))
 
 
 @pytest.mark.parametrize("turn", [1, -1])
