@@ -12,7 +12,7 @@ from typing import NamedTuple
 from fa_numba.device import Kernel, kernel_cache
 from fa_numba.host.plans import LaunchPlan
 
-# Compute capability of the emulator's plans, which have the limits of an H100.
+# Compute capability of plans that were made for no GPU, which have the limits of an H100.
 _EMULATED = (9, 0)
 
 
@@ -94,7 +94,7 @@ def compile_ahead(plans: Iterable[LaunchPlan], jobs: int | None = None) -> Ahead
 def _capability(plan: LaunchPlan) -> tuple[int, int]:
     """Return the compute capability of the GPU for which a plan was made."""
     asked = getattr(plan, "asked", None)
-    return asked.capability if asked is not None and asked.multiprocessors else _EMULATED
+    return asked.capability if asked is not None else _EMULATED
 
 
 def _pickled(plan: LaunchPlan) -> bytes:
