@@ -25,7 +25,7 @@ from offline import CAPABILITY
 import fa_numba
 from fa_numba.device import EMULATED_SHARED_BYTES, array_type, kernel_cache, planning_for
 from fa_numba.device.front_end import REPLACED, without_repeats
-from fa_numba.device.front_end.inference import literals_looked_for
+from fa_numba.device.front_end.inference import call_types_kept, literals_looked_for
 from fa_numba.device.front_end.lowering import values_where_assigned_once
 from fa_numba.device.front_end.passes import legalized_without_ends
 from fa_numba.device.front_end.variables import unread_left_out
@@ -168,6 +168,22 @@ def test_unread_variables_go_before_types_are_inferred():
     assigned = {each.target.name for each in left if isinstance(each, ir.Assign)}
     assert {"X", "end", "i", "n", "spare", "two"} <= assigned
     assert {variable.name for each in left for variable in each.list_vars()} == assigned
+
+
+def test_types_of_calls_are_kept_by_all_that_they_depend_on():
+    """The function, the context of the types, and the arguments by position and by name."""
+    calls = itertools.product("fg", "cd", [(1,), (2,)], [{}, {"x": 1}, {"x": 2}, {"y": 1}])
+    calls = [(f, c, args, tuple(named.items())) for f, c, args, named in calls]
+    asked = []
+    find = call_types_kept(lambda *call: asked.append(call) or len(asked))
+    first = [find(*call) for call in calls]
+    assert first == [find(*call) for call in calls] == [*range(1, len(calls) + 1)]
+    assert asked == calls
+    unknown = call_types_kept(lambda *call: asked.append(call))
+    assert [unknown(*calls[0]) for _ in range(2)] == [None, None] and asked[len(calls) :] == [
+        calls[0],
+        calls[0],
+    ]
 
 
 def gets(X, i):
