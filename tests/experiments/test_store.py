@@ -197,6 +197,24 @@ def test_numbers_are_finite_and_at_least_0(field):
             wrong = impossible(row(metric=metric, **{field: n}))
             assert (wrong == "") is (math.isfinite(n) and n >= least)
             assert not wrong or (wrong.startswith(metric) and wrong.endswith(f", got {n}"))
+    assert impossible(row(**{field: None})) == ""
+
+
+@pytest.mark.parametrize("adds", [True, False])
+def test_a_run_with_a_time_limit_takes_no_rows_of_an_interrupted_run(tmp_path, adds):
+    """Such a run adds its rows to the recording, where an interrupted run has put none."""
+    store, items = Store(tmp_path), ["one", "two"]
+
+    def recorder(**how):
+        return Recorder(store, "speed", provenance, {"N": 1}, **how)
+
+    interrupted = recorder()
+    for item in interrupted.each(interrupted.left(items, "N")):
+        if item == "two":
+            break
+        interrupted.add(row())
+    left = [item for _, item in recorder(adds=adds).left(items, "N")]
+    assert left == (items if adds else ["two"])
 
 
 @pytest.mark.parametrize("turn", [1, -1])
