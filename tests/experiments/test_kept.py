@@ -525,6 +525,8 @@ def test_what_is_reached_has_a_part(reached, file, old, new):
         ("'two words'", True),
         ("f'two {words}'", True),
         ("'two ' + words", True),
+        ("3 * 'two words'", True),
+        ("3 * 'word'", False),
         ("'word'", False),
         ("say('two words')", False),
         ("('two words', 1)", False),
