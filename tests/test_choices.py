@@ -265,6 +265,8 @@ def test_equal_choices_are_one_object():
         ({"kv_splits": 257}, "kv_splits must be an integer from 1 to 256, or 'auto', got 257"),
         ({"warp_partition": "columns"}, "warp_partition must be 'rows' or 'keys', got 'columns'"),
         ({"deterministic": 1}, "deterministic must be True or False, got 1"),
+        ({"return_lse": 1}, "return_lse must be True or False, got 1"),
+        ({"dlse": 1}, "dlse must be True or False, got 1"),
         ({"group_splits": 2}, "group_splits must be 'auto' with passes='fwd', got 2"),
         (
             {"passes": "bwd", "return_lse": True},
