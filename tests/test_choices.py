@@ -349,6 +349,10 @@ def test_the_reason_for_key_splits_says_when_the_passes_end():
     ends = "kv_splits=1 finishes after 4 visits of a column tile, kv_splits=2 after 4 (2 values"
     found, why = splits_of((1, 48), (1, 256), 16, tiles=Tiles(16, 64), **causal)
     assert found == 1 and ends in why
+    # Tiles of few rows, of heads with many rows: parts of O cost as much as with few rows.
+    ends = "kv_splits=11 finishes after 5 visits of a column tile, kv_splits=12 after 5 (16 values"
+    found, why = splits_of((1, 512), (1, 2048), 60, tiles=Tiles(16, 64))
+    assert found == 11 and ends in why
     # The longest row tile visits 8 column tiles: an even share of 60 thread blocks exactly.
     longest = "no split: the longest row tile takes no longer than an even share of all"
     assert splits_of((24, 512), (24, 512), 60, tiles=Tiles(128, 64), **causal) == (1, longest)

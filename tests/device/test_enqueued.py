@@ -1,11 +1,16 @@
-"""The order of what functions for the GPU enqueue and wait for, with stand-ins for the driver."""
+"""The order of what functions for the GPU enqueue and wait for, with stand-ins for the driver; and
+how the emulator runs a kernel of ours.
+"""
 
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from numba import cuda
 
+from fa_numba import device as devices
 from fa_numba.device import memory, timing
+from fa_numba.emulator import OutOfBounds
 
 
 class Cuda:
@@ -96,3 +101,12 @@ def test_a_copy_on_a_stream_is_waited_for(done, stream, wait):
     out = np.zeros(2)
     memory.to_host(array, out, stream)
     assert done == ["copy", wait] and (out == 7).all()
+
+
+def test_an_index_below_0_does_not_count_from_the_end_in_a_kernel_of_ours():
+    def function(X):
+        X[cuda.threadIdx.x - 1] = 1
+
+    kernel = devices.Kernel(function, (devices.array_type(1),), 32, 0)
+    with devices.using("emulator"), pytest.raises(OutOfBounds, match=r"X\[-1\] is outside"):
+        devices.launch(kernel, (1,), (np.zeros(64, np.float32),))

@@ -476,6 +476,7 @@ def test_an_experiments_code_is_what_measure_reaches(reached):
         ("one", "N in", "number in"),
         ("lab/measure/calls", "return 1", "return 2"),
         ("lab/measure/series", '"words"', '"other words"'),
+        ("lab/measure/series", "size: int", "size: LABELS"),
         ("lab/show/style", "return x", "return 2 * x"),
     ],
 )

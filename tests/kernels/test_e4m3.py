@@ -280,6 +280,12 @@ REFUSED = [
 ]
 
 
+def test_tiles_need_not_divide_a_block_without_scales_of_blocks():
+    how = {"dtype": E4M3, "algorithm": "standard", "k_scale": 2.0}
+    tiles = fa_numba.plan(SHAPE, SHAPE, tiles=Tiles(192, 64), **how).tiles
+    assert (tiles.Br, tiles.Bc) == (192, 64)
+
+
 @pytest.mark.parametrize("options, says", REFUSED)
 def test_refused(options, says):
     with refused(ValueError, [says]):
