@@ -70,6 +70,17 @@ def test_what_is_damaged_is_compiled_anew(place, damage):
             assert written(kernel) == (b"cubin", "entry")
 
 
+def test_what_lacks_a_file_is_compiled_anew(place):
+    kernel = fa2_forward.make_forward(SPEC)
+    kernel_cache.write(kernel, (9, 0), b"cubin", "entry")
+    paths = [x for x in place.rglob("*") if x.is_file() and x.read_bytes()]
+    assert len(paths) == 2
+    for path in paths:
+        path.unlink()
+        assert kernel_cache.read(kernel, (9, 0)) is None
+        assert written(kernel) == (b"cubin", "entry")
+
+
 @pytest.mark.parametrize(
     "change",
     [

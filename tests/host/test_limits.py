@@ -146,6 +146,8 @@ def test_blocks_that_nobody_chose_double_until_there_are_few():
     assert chosen(1, 1, 4097, 1) == (64, 64)
     # Elements that are seen are counted in float32, which has all integers up to 2^24.
     assert 2**20 == blocks.MOST_ROWS**2 <= 2**24
+    for size in ((1024, 1), (1, 1024)):
+        assert blocks.block_size_of("block_size", size, Problem(1, 1, 1, 64, 64, 8)) == size
     with pytest.raises(ValueError, match="an integer from 1 to 1024, or two of them"):
         blocks.block_size_of("block_size", (1025, 1024), Problem(1, 1, 1, 64, 64, 8))
 

@@ -2,6 +2,7 @@
 
 import re
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from fa_numba import device as devices
 from fa_numba import reference
 from fa_numba.device import linking
 from fa_numba.dtypes import E4M3
-from fa_numba.host import arrays
+from fa_numba.host import arrays, quantizing
 from fa_numba.host.arrays import operand
 from fa_numba.kernels.simt import quantize as kernels
 
@@ -219,3 +220,19 @@ def _only_known(dtype):
 def test_the_kernels_compile_without_spills(make):
     ptx, _, log = linking.ptx_and_cubin(make(128, "float16", True, True), (9, 0))
     assert ".local" not in ptx and ".f64" not in ptx and "0 bytes spill stores" in log
+
+
+def test_bytes_of_jax_become_e4m3(monkeypatch):
+    """An array on the host has the dtype already, and no other library has another one."""
+    jax = SimpleNamespace(numpy=SimpleNamespace(float8_e4m3fn="float8_e4m3fn"))
+    monkeypatch.setitem(sys.modules, "jax", jax)
+
+    def stored(dtype):
+        return SimpleNamespace(dtype=dtype, view=lambda other: f"{dtype} as {other}")
+
+    for library, dtype, viewed in (
+        ("jax", "uint8", True), ("jax", "float8_e4m3fn", False), ("numpy", "uint8", False)
+    ):  # fmt: skip
+        array = stored(dtype)
+        found = quantizing._as_float8(SimpleNamespace(library=library), array)
+        assert found == "uint8 as float8_e4m3fn" if viewed else found is array

@@ -442,7 +442,10 @@ def test_plans_and_counts_have_one_line_and_tables():
         f"tiles {p.tiles.Br} x {p.tiles.Bc}, kernels: fa1_forward>"
     )
     assert p._repr_html_().count("<table>") == 2
-    assert f"<td>{p.accesses.loads['K']:,}</td>" in p._repr_html_()
+    for name in ("K", "O"):
+        moved = [getattr(p.accesses, of).get(name, 0) for of in ("loads", "stores")]
+        cells = "".join(f"<td>{number:,}</td>" for number in moved)
+        assert f"<tr><th>{name}</th>{cells}</tr>" in p._repr_html_()
     counts = Counts()
     counts.loads["Q"], counts.load_bytes["Q"], counts.stores["O<"] = 1000, 4000, 8
     assert repr(counts) == ("<Counts: 1,000 elements loaded, 8 stored, 4,000 bytes; arrays: O<, Q>")
