@@ -316,6 +316,25 @@ def test_the_last_block_ends():
         assert makespan(blocks, resident) == max(free)
 
 
+@pytest.mark.parametrize(
+    "N, options, wanted, case",
+    [
+        (1024, {}, (128, 128), "e4m3 two consumers"),
+        (60, {}, (64, 128), "e4m3 two consumers"),
+        (1024, {"causal": True}, (128, 128), "e4m3 two consumers"),
+        (16384, {"causal": True}, (128, 224), "e4m3 causal"),
+        (16384, {"window": (64, 0)}, (128, 128), "e4m3 two consumers"),
+        (16384, {"causal": True, "kv_lens": [16384]}, (128, 128), "e4m3 lengths"),
+        (16384, {"causal": True, "k_scale": (1, 8, 128)}, (128, 128), "e4m3 blocks"),
+        (1024, {"k_scale": (1, 8, 8), "kv_lens": [1024]}, (128, 128), "e4m3 blocks lengths"),
+    ],
+)
+def test_tiles_of_8_bits_are_those_of_the_first_case_that_applies(N, options, wanted, case):
+    with devices.planning_for((9, 0), 232448):
+        plan = fa_numba.plan((1, 8, N, 128), (1, 8, N, 128), dtype="float8_e4m3fn", **options)
+    assert (plan.tiles.Br, plan.tiles.Bc) == wanted and f"case '{case}'" in plan.why["tiles"]
+
+
 def splits_of(q, k, multiprocessors, **options):
     """The number of key splits of one batch entry and the reason, by heads, rows and columns."""
     with devices.planning_for((8, 0), 163 * 1024, multiprocessors):
