@@ -155,11 +155,11 @@ class Decoder:
 
         if self.device != "cuda":
             return run
-        beside = torch.cuda.Stream()  # torch warms up on another stream before a capture
-        beside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(beside):
+        side = torch.cuda.Stream()  # torch wants a warm-up on another stream before a capture
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
             run()
-        torch.cuda.current_stream().wait_stream(beside)
+        torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             run()
