@@ -59,3 +59,15 @@ def test_a_copy_is_of_the_call_before_it_with_the_same_pass(timed):
 def test_another_problem_has_another_order():
     orders = {tuple(timing.shuffled(SERIES, key)) for key in range(5)}
     assert len(orders) > 1 and all(sorted(order) == sorted(SERIES) for order in orders)
+
+
+@pytest.mark.parametrize("series", [peers.FLASH, peers.PALLAS])
+def test_no_memory_of_calls_whose_allocator_is_not_torchs(monkeypatch, series):
+    monkeypatch.setattr(variants, "time_call", lambda *a, **k: timing.Timing(1.0, 1.0, 1.0, 1))
+    monkeypatch.setattr(variants, "_run", lambda *a: None)
+    monkeypatch.setattr(peers, "peak_bytes", lambda run: 2**20)
+    checks = lambda *a: None  # noqa: E731
+    given = ("some", Variant(series, passes="fwd"), PROBLEM, (), checks, "gpu", None, True)
+    found = {row.metric: row.value for row in variants._timed(*given)}
+    assert found.pop("memory", None) == (1.0 if series == peers.FLASH else None)
+    assert set(found) == {"time", "speed"}
