@@ -2,7 +2,11 @@
 
 The setting is FA-2's: 16k tokens and hidden dimension 2048. Both loop orders run, FA-1 with query
 splits. q, k and v have one scale for each head. The time of `fa_numba.quantize` for q, k and v is
-measured separately, and also the speed at which torch multiplies matrices in 8 bits.
+measured separately, and also the speed at which torch multiplies matrices in 8 bits. cuDNN's
+attention in 8 bits runs next to the kernels, if its Python interface is installed.
+
+Hardware counters say how busy three units of a multiprocessor are during FA-2's kernel: the tensor
+cores, the unit for exponentials, and the schedulers that issue instructions.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
+from operator import itemgetter
 from typing import Any
 
 import fa_numba
@@ -17,9 +22,10 @@ from fa_numba.dtypes import E4M3
 from fa_numba.io_model import flops
 from fa_numba.problem import Problem
 
-from .lab.measure import peers
+from .lab.measure import counters, cudnn_fp8, peers
 from .lab.measure.bandwidth import MATMUL_SIZE, REPEATS
-from .lab.measure.series import HOPPER, HOPPER_SPLITS, LABELS, columns
+from .lab.measure.series import HOPPER, HOPPER_SPLITS, columns
+from .lab.measure.series import LABELS as SERIES_LABELS
 from .lab.measure.speeds import DTYPES
 from .lab.measure.timing import SECONDS, Timing, attempt, number, time_call, timing_rows
 from .lab.measure.workloads import SEQLENS, fa2_setting
@@ -42,12 +48,27 @@ TIMED = (
     (HOPPER_SPLITS, "float16"),
     (QUANTIZE, E4M3.name),
 )
+LABELS = SERIES_LABELS | {cudnn_fp8.SERIES: "cuDNN"}
+PEER = (cudnn_fp8.SERIES, E4M3.name)
+SHOWN = (*TIMED[:-1], PEER)
+# Hardware counters: shares of the cycles of a multiprocessor, by metric.
+BUSY = {
+    "tensor": "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed",
+    "exponentials": "sm__inst_executed_pipe_xu.avg.pct_of_peak_sustained_elapsed",
+    "issue": "sm__issue_active.avg.pct_of_peak_sustained_elapsed",
+}
+COUNTED = tuple(
+    fa2_setting(N, 128, causal, dtype=dtype)
+    for dtype in (E4M3.name, "float16")
+    for N in (4096, 16384)
+    for causal in (False, True)
+)
 # Largest relative difference of the outputs in e4m3 and in fp16, for normally distributed inputs.
 NEAR = 0.1
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
-    """Yield time and speed of each call, and the speed of torch's product of e4m3 matrices."""
+    """Yield time and speed of each call, the speed of torch's product, and hardware counters."""
     lengths, dims = (SEQLENS[:1], HEAD_DIMS[:1]) if options.quick else (SEQLENS, HEAD_DIMS)
     size = MATMUL_SIZE
     timing, failure = attempt(matmul)
@@ -55,16 +76,38 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
     sizes = {"seqlen_q": size, "seqlen_k": size, "head_dim": size, "note": failure}
     common = columns(NAME, peers.MATMUL, one, bench.machine, **sizes)
     yield Row(metric="speed", unit="TFLOP/s", **number(timing), **common)
+    peer = (PEER,) if cudnn_fp8.library() is not None else ()
+    if not peer:
+        bench.say(f"  cuDNN's attention in 8 bits is not measured: {cudnn_fp8.PACKAGE} is missing")
     cases = [
         (fa2_setting(N, d, causal, dtype=dtype), series)
         for d in dims
         for causal in (False, True)
         for N in lengths
-        for series, dtype in TIMED
+        for series, dtype in (*TIMED, *peer)
     ]
     for problem, series in bench.each(cases, "timing"):
         timing, failure = attempt(timed, problem, series)
         yield rows_of(timing, failure, problem, series, bench.machine)
+    if not options.quick:
+        yield from busy(bench)
+
+
+def busy(bench: Bench) -> Iterator[Row]:
+    """Yield the shares of the cycles in which each unit of BUSY works, in FA-2's forward kernel."""
+    cases = [counters.Case(HOPPER, problem) for problem in COUNTED]
+    try:
+        found = counters.count_kernels(cases, tuple(BUSY.values()))
+    except counters.CountersError as error:
+        bench.say(f"  no hardware counters: {error}")
+        return
+    for problem, kernels in zip(COUNTED, found, strict=True):
+        # In e4m3, the first kernel stores V by columns. The last kernel is the forward kernel.
+        last = kernels if isinstance(kernels, str) else kernels[-1]
+        for metric, name in BUSY.items():
+            value, why = counters.read(last, itemgetter(name))
+            common = columns(NAME, HOPPER, problem, bench.machine, note=why)
+            yield Row(metric=metric, unit="1", value=value, **common)
 
 
 def rows_of(
@@ -87,6 +130,10 @@ def timed(problem: Problem, series: str) -> Timing:
 
 def call_of(problem: Problem, series: str) -> Callable[..., Any]:
     """Return a function that runs a call of attention; its argument `out` gets the output."""
+    if series == cudnn_fp8.SERIES:
+        largest = float(half_output(problem).abs().max())
+        q, k, v = inputs(problem.q_shape)
+        return cudnn_fp8.call(problem, q, k, v, largest)
     given: dict[str, Any] = {"causal": problem.causal, "unit": "wgmma"}
     attention: Callable[..., Any] = fa_numba.flash_attention_2
     if series == HOPPER_SPLITS:
@@ -117,9 +164,14 @@ def quantized(problem: Problem) -> list[tuple[Any, Any]]:
     return [fa_numba.quantize(x, per="head") for x in inputs(problem.q_shape)]
 
 
+def half_output(problem: Problem) -> Any:
+    """Return the output of FA-2 in fp16 for the same inputs."""
+    return fa_numba.flash_attention_2(*inputs(problem.q_shape), causal=problem.causal)
+
+
 def check(out: Any, problem: Problem, series: str) -> float:
     """Return the relative difference of an output from fp16's. Raise ValueError if it is large."""
-    half = fa_numba.flash_attention_2(*inputs(problem.q_shape), causal=problem.causal).float()
+    half = half_output(problem).float()
     error = float((out.float() - half).norm() / half.norm())
     if not error <= NEAR:
         raise ValueError(f"{series} in {problem.dtype} differs from fp16 by {error:.2g}")
@@ -160,7 +212,7 @@ def draw(rows: Sequence[Row]) -> Any:
         return None
     figure, (axes,) = style.new(1, len(dims), 4.2, sharey=True)
     for d, ax in zip(dims, axes, strict=True):
-        for series, dtype in TIMED[:-1]:
+        for series, dtype in SHOWN:
             of = found.get((series, dtype, d, False))
             if of:
                 look = {"ls": "-" if dtype == E4M3.name else "--" if dtype == "float16" else ":"}
@@ -200,7 +252,7 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
     for d, causal, N in sorted({(*key[2:], N) for key, of in found.items() for N in of}):
         cells = [
             tables.number(found.get((series, dtype, d, causal), {}), N, ".0f")
-            for series, dtype in TIMED[:-1]
+            for series, dtype in SHOWN
         ]
         with_it = {}
         if (d, causal, N) in times and (d, causal, N) in conversions:
@@ -208,7 +260,7 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
             with_it[N] = flops(problem) / 1e9 / (times[d, causal, N] + conversions[d, causal, N])
         lines.append([str(d), tables.yes_no(causal), style.short(N), *cells,
                       tables.number(with_it, N, ".0f")])  # fmt: skip
-    names = [f"{LABELS[series]}, {NAMES[dtype]}" for series, dtype in TIMED[:-1]]
+    names = [f"{LABELS[series]}, {NAMES[dtype]}" for series, dtype in SHOWN]
     header = ["d", "causal", "N", *names, "FA-2, e4m3, with quantize"]
     peak = values(rows, "series", metric="speed", series=peers.MATMUL)
     said = f" torch multiplies e4m3 matrices at {max(peak.values()):.0f} TFLOP/s." if peak else ""
@@ -218,3 +270,27 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
         f"the last column.{said}"
     )
     return tables.of(caption, header, lines)
+
+
+def units(rows: Sequence[Row]) -> tables.Table | None:
+    """Return the table of the shares of BUSY, or None without rows."""
+    at = ("dtype", "causal", "seqlen_q")
+    found = {metric: values(rows, *at, metric=metric, series=HOPPER) for metric in BUSY}
+    lines = [
+        [NAMES[dtype], tables.yes_no(causal), style.short(N)]
+        + [tables.number(of, (dtype, causal, N), ".0%") for of in found.values()]
+        for dtype, causal, N in sorted(found["tensor"])
+    ]
+    if not lines:
+        return None
+    header = ["dtype", "causal", "N", "tensor cores", "exponentials", "instructions issued"]
+    caption = (
+        "The table of busy units is about FA-2's forward kernel at d=128. It shows the share of a "
+        "multiprocessor's cycles in which a unit works, by hardware counters. The unit for "
+        "exponentials also converts numbers. The last column is the share of the cycles in which a "
+        "scheduler of the multiprocessor issues an instruction."
+    )
+    return tables.of(caption, header, lines)
+
+
+TABLES = {"speed_fp8_units": units}

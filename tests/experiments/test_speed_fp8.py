@@ -43,7 +43,7 @@ def test_the_table_and_the_figure():
     speed = 4 * 16384 * 512 * 2048 / 1e9  # TFLOP/s of a call of 1 ms
     lines = speed_fp8.table(rows).body.splitlines()[2:]
     cells = [f"{speed / ms:.0f}" for ms in (1.0, 1.6, 2.0, 1.0)]
-    assert lines[0] == f"| 64 | no | 512 | {' | '.join(cells)} | - | {speed / 1.25:.0f} |"
+    assert lines[0] == f"| 64 | no | 512 | {' | '.join(cells)} | - | - | {speed / 1.25:.0f} |"
     assert len(lines) == 2
     figure = speed_fp8.draw(rows)
     title = figure.legends[0].get_title().get_text()
@@ -66,3 +66,45 @@ def test_a_wrong_result_is_refused(monkeypatch):
     assert speed_fp8.check(1.05 * half, problem, "fa2-wgmma") < speed_fp8.NEAR
     with pytest.raises(ValueError, match="differs from fp16 by 0.5"):
         speed_fp8.check(1.5 * half, problem, "fa2-wgmma")
+
+
+def counted(monkeypatch, found):
+    """Yield what a recording stores of the counters `found`, one item for each kernel."""
+    cases = []
+
+    def count_kernels(asked, metrics):
+        cases.extend((case.problem.dtype, case.problem.seqlen_q, case.series) for case in asked)
+        assert metrics == tuple(speed_fp8.BUSY.values())
+        return [found] * len(asked)
+
+    monkeypatch.setattr(speed_fp8.counters, "count_kernels", count_kernels)
+    rows = list(speed_fp8.busy(Bench(machine="some-gpu")))
+    assert len(cases) == len(speed_fp8.COUNTED) and {case[2] for case in cases} == {"fa2-wgmma"}
+    return rows
+
+
+def test_the_shares_of_busy_units_are_those_of_the_last_kernel(monkeypatch):
+    turn, forward = ({name: n / 8 + i / 4 for i, name in enumerate(speed_fp8.BUSY.values())}
+                     for n in (0, 2))  # fmt: skip
+    rows = counted(monkeypatch, [turn, forward])
+    assert [row.value for row in rows[:3]] == [0.25, 0.5, 0.75]
+    lines = speed_fp8.units(rows).body.splitlines()[2:]
+    assert lines[0] == "| fp16 | no | 4k | 25% | 50% | 75% |" and len(lines) == 8
+    assert speed_fp8.units(synthetic()) is None
+
+
+def test_a_call_without_counters_has_the_reason(monkeypatch):
+    rows = counted(monkeypatch, "failed: no memory")
+    assert {(row.value, row.note) for row in rows} == {(None, "failed: no memory")}
+
+
+def test_without_nsight_compute_the_run_says_so(monkeypatch):
+    def fails(*_):
+        raise speed_fp8.counters.CountersError("ncu is missing")
+
+    said = []
+    monkeypatch.setattr(speed_fp8.counters, "count_kernels", fails)
+    bench = Bench(machine="some-gpu")
+    monkeypatch.setattr(bench, "say", said.append, raising=False)
+    assert list(speed_fp8.busy(bench)) == []
+    assert said == ["  no hardware counters: ncu is missing"]

@@ -121,10 +121,11 @@ def versions() -> dict[str, str | None]:
     Returns
     -------
     dict
-        Maps "flash-attn-4", "triton", "jax" and "cudnn" to a version; None for a missing library.
+        Maps "flash-attn-4", "triton", "jax", "nvidia-cudnn-frontend" and "cudnn" to a version. The
+        value of a missing library is None.
     """
     found: dict[str, str | None] = {}
-    for package in ("flash-attn-4", "triton", "jax"):
+    for package in ("flash-attn-4", "triton", "jax", "nvidia-cudnn-frontend"):
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
