@@ -3,6 +3,7 @@
 import json
 import sys
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -253,6 +254,30 @@ def test_what_is_counted_has_the_papers_grid(monkeypatch, algorithm):
     with device.using("emulator"):
         counter_target.run(case)
     assert asked == [1 if algorithm == "fa2" else "auto"] * 2
+
+
+def test_inputs_in_8_bits_reach_the_gpu_through_torch(monkeypatch):
+    """Numba has no arrays of 8-bit floats."""
+
+    class Bits:
+        def __init__(self, array):
+            self.array = array
+
+        def cuda(self):
+            return self
+
+        def view(self, dtype):
+            return self.array.view(dtype)
+
+    torch = SimpleNamespace(from_numpy=Bits, float8_e4m3fn="float8_e4m3fn")
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setattr(device, "to_gpu", lambda array: ("GPU", array))
+    problem = one_head(24, 16)
+    (name, half), *_ = counter_target.arrays_of(replace(problem, dtype="float16"))
+    assert name == "GPU" and half.dtype == np.float16
+    stored = counter_target.arrays_of(replace(problem, dtype="float8_e4m3fn"))
+    assert [x.dtype.name for x in stored] == ["float8_e4m3fn"] * 4
+    np.testing.assert_allclose(stored[0].astype(np.float32), half, rtol=2**-4, atol=2**-9)
 
 
 def test_a_call_that_ncu_cannot_run_is_a_row_that_says_so(fake_ncu, monkeypatch):

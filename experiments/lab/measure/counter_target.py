@@ -17,7 +17,10 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from fa_numba import device
+from fa_numba.dtypes import E4M3
 from fa_numba.problem import Problem
 
 from ..record import ran
@@ -32,7 +35,17 @@ _INPUTS = Inputs(gradient=True)
 @lru_cache(1)
 def arrays_of(problem: Problem) -> tuple[Any, ...]:
     """Return q, k, v and dout of a problem on the GPU. The last problem's arrays are cached."""
-    return tuple(device.to_gpu(x.astype(problem.dtype)) for x in _INPUTS(problem))
+    return tuple(_on_gpu(x.astype(problem.dtype)) for x in _INPUTS(problem))
+
+
+def _on_gpu(array: Any) -> Any:
+    if array.dtype.name != E4M3.name:
+        return device.to_gpu(array)
+    # Numba has no arrays of 8-bit floats. torch is imported here, because it is seldom needed.
+    import torch
+
+    bits = torch.from_numpy(array.view(np.uint8)).cuda()
+    return bits.view(torch.float8_e4m3fn)
 
 
 def run(case: Case) -> int:
