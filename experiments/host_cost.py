@@ -15,7 +15,7 @@ from fa_numba.problem import Problem
 from .lab.measure import calls, check, peers
 from .lab.measure.series import BACKWARD_LABELS, LABELS, columns
 from .lab.measure.speeds import DTYPES, PASSES
-from .lab.measure.timing import Timing, attempt
+from .lab.measure.timing import Timing, attempt, shuffled
 from .lab.measure.workloads import Inputs, one_head
 from .lab.record import Bench, Options, Row
 from .lab.show import style, tables
@@ -24,13 +24,14 @@ NAME = "host_cost"
 NEEDS = ("GPU",)
 TAKES = ()
 PROTOCOL = (
-    "host clock around each of 1000 calls, outputs allocated in it, the GPU waited for every 100 "
-    "calls outside of it; torch's backward is its autograd engine's"
+    "host clock around each of 1000 calls, outputs allocated in it; 10 rounds of 100 calls of each "
+    "series, the series in random order, the GPU waited for around the 100 calls; torch's backward "
+    "is its autograd engine's"
 )
 
 SEQLEN, HEAD_DIM = 128, 64
 # Calls between two waits for the GPU, and the number of rounds of such calls. The waits keep the
-# GPU's queue of launches short.
+# GPU's queue of launches short. WARMUP calls before each round are not timed.
 CALLS, ROUNDS, QUICK_ROUNDS = 100, 10, 2
 WARMUP = 20
 SERIES = {
@@ -50,40 +51,39 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
         if peers.available() or not calls.theirs(series)
     ]
     inputs = Inputs(gradient=True)
-    rounds = QUICK_ROUNDS if options.quick else ROUNDS
-    for problem, pass_, series in bench.each(cases, "timing"):
-        yield _row(problem, pass_, series, inputs, rounds, bench.machine)
+    made = [attempt(_checked, *case, inputs) for case in cases]
+    samples: list[list[float]] = [[] for _ in cases]
+    # In each round every call runs. A disturbance of the host then meets all calls alike.
+    for turn in bench.each(range(QUICK_ROUNDS if options.quick else ROUNDS), "timing"):
+        for n in shuffled([n for n, (run, _) in enumerate(made) if run is not None], turn):
+            samples[n] += host_ms(made[n][0])
+    for (problem, pass_, series), (_, failure), of in zip(cases, made, samples, strict=True):
+        common = columns(NAME, series, problem, bench.machine, pass_=pass_)
+        yield calls.time_row(Timing.of(of) if of else None, failure, **common)
 
 
-def _row(
-    problem: Problem, pass_: str, series: str, inputs: Inputs, rounds: int, machine: str
-) -> Row:
-    def work() -> Timing:
-        host = inputs(problem)
-        gate = check.gate(problem, pass_, *host)
-        run = calls.make(series, pass_, problem, peers.on_device(host, problem.dtype))
-        (gate.peer if calls.theirs(series) else gate)(run())
-        return Timing.of(host_ms(run, rounds))
-
-    timing, failure = attempt(work)
-    common = columns(NAME, series, problem, machine, pass_=pass_)
-    return calls.time_row(timing, failure, **common)
+def _checked(problem: Problem, pass_: str, series: str, inputs: Inputs) -> Callable[[], Any]:
+    """Return a function that runs a call, after a check of the call's result."""
+    host = inputs(problem)
+    gate = check.gate(problem, pass_, *host)
+    run = calls.make(series, pass_, problem, peers.on_device(host, problem.dtype))
+    (gate.peer if calls.theirs(series) else gate)(run())
+    return run
 
 
-def host_ms(run: Callable[[], Any], rounds: int) -> list[float]:
-    """Return the milliseconds that each call takes to return, without waiting for the GPU.
+def host_ms(run: Callable[[], Any]) -> list[float]:
+    """Return the milliseconds that each of CALLS calls takes to return.
 
-    There are `rounds` rounds with CALLS calls each. Before each round, the host waits for the GPU.
+    The host waits for the GPU before the first call and after the last call.
     """
     for _ in range(WARMUP):
         run()
+    device.synchronize()
     samples = []
-    for _ in range(rounds):
-        device.synchronize()
-        for _ in range(CALLS):
-            start = time.perf_counter_ns()
-            run()
-            samples.append((time.perf_counter_ns() - start) / 1e6)
+    for _ in range(CALLS):
+        start = time.perf_counter_ns()
+        run()
+        samples.append((time.perf_counter_ns() - start) / 1e6)
     device.synchronize()
     return samples
 

@@ -31,7 +31,7 @@ PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "paper_repro.md")
 PAGES += tuple(f"{room}/README.md" for room in ROOMS)
 PAGES += tuple(f"fa_numba/{name}.md" for name in ("guide", "options", "architecture"))
 PAGES += tuple(str(path.relative_to(ROOT)) for path in sorted(report.TABLES.glob("*.md")))
-RESULT = ROOT / "figures" / "data" / "loop_order" / "nvidia-h100-80gb-hbm3.csv"
+RESULT = ROOT / "figures" / "data" / "loop_order" / "nvidia-h200.csv"
 # README's rows, by series, and what their columns are: source and metric.
 ROWS = {
     "fa1-mma": "FA-1, K/V outer, one thread block per head",

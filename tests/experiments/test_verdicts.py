@@ -632,6 +632,20 @@ def test_what_the_ladder_says_of_the_forward_pass_on_an_h200():
         assert [*ratios, busy] in [r[2:] for r in rows]
 
 
+def test_what_the_page_of_8_bits_says_of_hardware_counters():
+    page = " ".join((FIGURES / "tables" / "speed_fp8.md").read_text().split())
+    (row,) = (r for r in trials("h200_fp8_counters") if (r["N"], r["causal"]) == ("16384", "false"))
+    tensor, exponentials, issue = (
+        f"{float(row[name]):.0%}".replace("%", " %")
+        for name in ("tensor_busy", "exponentials_busy", "issue_busy")
+    )
+    assert f"the tensor cores are busy in {tensor} of the cycles" in page
+    assert f"the unit for exponentials in {exponentials}. The schedulers" in page
+    assert f"The schedulers issue an instruction in {issue} of the cycles" in page
+    tiles = int(row["heads"]) * (int(row["N"]) / 128) ** 2 / 132
+    assert f"took {int(row['cycles']) / tiles:,.0f} cycles for a tile" in page
+
+
 def test_what_the_ladder_says_of_further_trials_on_hopper():
     page, said = (FIGURES / "tables" / "ladder.md").read_text(), []
     names = ("rescaled where m grows by more than 8", "rescaled where m grows",
@@ -734,7 +748,7 @@ def rows_of_functions():
 
 
 def rows_of_flex():
-    timed = Store(FIGURES).read("variants", "nvidia-h100-80gb-hbm3")
+    timed = Store(FIGURES).read("variants", "nvidia-h200")
     pairs = product({row.place for row in timed}, variant_times.PASSES)
     flex = [x for at in pairs if (x := variant_times.over_flex(timed, *at))]
     low, high = span(flex).split(" to ")
