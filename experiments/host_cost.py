@@ -53,7 +53,7 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
     inputs = Inputs(gradient=True)
     made = [attempt(_checked, *case, inputs) for case in cases]
     samples: list[list[float]] = [[] for _ in cases]
-    # In each round every call runs. A disturbance of the host then meets all calls alike.
+    # Every call runs in each round, so that a disturbance of the host affects all calls equally.
     for turn in bench.each(range(QUICK_ROUNDS if options.quick else ROUNDS), "timing"):
         for n in shuffled([n for n, (run, _) in enumerate(made) if run is not None], turn):
             samples[n] += host_ms(made[n][0])
@@ -63,7 +63,7 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
 
 
 def _checked(problem: Problem, pass_: str, series: str, inputs: Inputs) -> Callable[[], Any]:
-    """Return a function that runs a call, after a check of the call's result."""
+    """Check the result of a call once, and return a function that runs the call."""
     host = inputs(problem)
     gate = check.gate(problem, pass_, *host)
     run = calls.make(series, pass_, problem, peers.on_device(host, problem.dtype))
@@ -72,7 +72,7 @@ def _checked(problem: Problem, pass_: str, series: str, inputs: Inputs) -> Calla
 
 
 def host_ms(run: Callable[[], Any]) -> list[float]:
-    """Return the milliseconds that each of CALLS calls takes to return.
+    """Run a call CALLS times, and return the host's time for each run, in milliseconds.
 
     The host waits for the GPU before the first call and after the last call.
     """

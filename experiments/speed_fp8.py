@@ -3,7 +3,7 @@
 The setting is FA-2's: 16k tokens and hidden dimension 2048. Both loop orders run, FA-1 with query
 splits. q, k and v have one scale for each head. The time of `fa_numba.quantize` for q, k and v is
 measured separately, and also the speed at which torch multiplies matrices in 8 bits. cuDNN's
-attention in 8 bits runs next to the kernels, if its Python interface is installed.
+attention in 8 bits is also timed, if cuDNN's Python interface is installed.
 
 Hardware counters say how busy three units of a multiprocessor are during FA-2's kernel: the tensor
 cores, the unit for exponentials, and the schedulers that issue instructions.
@@ -51,7 +51,7 @@ TIMED = (
 LABELS = SERIES_LABELS | {cudnn_fp8.SERIES: "cuDNN"}
 PEER = (cudnn_fp8.SERIES, E4M3.name)
 SHOWN = (*TIMED[:-1], PEER)
-# Hardware counters: shares of the cycles of a multiprocessor, by metric.
+# Maps a metric to its hardware counter, which is a share of all cycles.
 BUSY = {
     "tensor": "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed",
     "exponentials": "sm__inst_executed_pipe_xu.avg.pct_of_peak_sustained_elapsed",
@@ -68,7 +68,7 @@ NEAR = 0.1
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
-    """Yield time and speed of each call, the speed of torch's product, and hardware counters."""
+    """Yield times and speeds of calls, the speed of torch's matrix product, and counters."""
     lengths, dims = (SEQLENS[:1], HEAD_DIMS[:1]) if options.quick else (SEQLENS, HEAD_DIMS)
     size = MATMUL_SIZE
     timing, failure = attempt(matmul)
@@ -94,7 +94,10 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
 
 
 def busy(bench: Bench) -> Iterator[Row]:
-    """Yield the shares of the cycles in which each unit of BUSY works, in FA-2's forward kernel."""
+    """Yield the share of all cycles in which each unit works during FA-2's forward kernel.
+
+    BUSY lists the units.
+    """
     cases = [counters.Case(HOPPER, problem) for problem in COUNTED]
     try:
         found = counters.count_kernels(cases, tuple(BUSY.values()))
@@ -273,7 +276,7 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
 
 
 def units(rows: Sequence[Row]) -> tables.Table | None:
-    """Return the table of the shares of BUSY, or None without rows."""
+    """Return the table of busy units. Return None if there are no hardware counters."""
     at = ("dtype", "causal", "seqlen_q")
     found = {metric: values(rows, *at, metric=metric, series=HOPPER) for metric in BUSY}
     lines = [
@@ -285,10 +288,10 @@ def units(rows: Sequence[Row]) -> tables.Table | None:
         return None
     header = ["dtype", "causal", "N", "tensor cores", "exponentials", "instructions issued"]
     caption = (
-        "The table of busy units is about FA-2's forward kernel at d=128. It shows the share of a "
-        "multiprocessor's cycles in which a unit works, by hardware counters. The unit for "
-        "exponentials also converts numbers. The last column is the share of the cycles in which a "
-        "scheduler of the multiprocessor issues an instruction."
+        "The table of busy units is about FA-2's forward kernel at d=128. For each unit, it "
+        "shows the share of a multiprocessor's cycles in which the unit works, measured with "
+        "hardware counters. The unit for exponentials also converts numbers. The last column is "
+        "the share of the cycles in which a scheduler of the multiprocessor issues an instruction."
     )
     return tables.of(caption, header, lines)
 

@@ -1,12 +1,12 @@
-"""Compare the speed of two trees on a GPU, call by call.
+"""Compare the speed of two source trees on a GPU, call by call.
 
     python tests/compare_speed.py OTHER [--rounds N] [--only TEXT] [--csv FILE]
 
-OTHER is the folder of another tree, such as a work tree of git with an earlier revision. Each tree
-runs in a process of its own. The processes take turns: in each round, both time the same call, and
-the tree that begins alternates. For each call, the command prints the median of the ratios *time in
-the other tree / time in this tree* over the rounds, with the 20th and 80th percentile. Above 1,
-this tree is faster. If one of the trees refuses a call, the command prints the reason.
+OTHER is the folder of another source tree, for example a git worktree of an earlier revision. Each
+tree runs in a process of its own. In each round, both trees time the same call, one after the
+other. They take turns at being first. In each round, the command computes the ratio *time in the
+other tree / time in this tree*. It prints the median ratio of each call, and the 20th and 80th
+percentile. Above 1, this tree is faster. If a tree refuses a call, the command prints the reason.
 
 Before the first round, several processes compile the kernels of both trees.
 """
@@ -80,7 +80,7 @@ def _tokens(what: str, N: int, d: int, passes: str, **more: Any) -> Call:
 
 
 def calls() -> list[Call]:
-    """Return all calls."""
+    """Return all calls that the command compares."""
     found = []
     for passes in ("fwd", "bwd"):
         for d in (64, 128):
@@ -118,7 +118,7 @@ def calls() -> list[Call]:
 
 @cache
 def _numbers() -> np.ndarray:
-    """Return normally distributed numbers. Each array begins at another one of them."""
+    """Return normally distributed numbers, which all arrays repeat from different indices on."""
     return np.random.default_rng(0).standard_normal((1 << 22) + 7, np.float32)
 
 
@@ -142,10 +142,10 @@ def prepared(call: Call) -> Any:
 
 
 def serve(tree: str) -> None:
-    """Time the calls whose numbers are on standard input, with the package of a tree.
+    """Read indices of calls from standard input, and time each call with the package of a tree.
 
-    Each line of the input has the number of a call, and the number of repeats. Each line of the
-    output is the JSON text of the median time in milliseconds, or of the reason of a failure.
+    Each input line contains the index of a call, and how often the call is timed. Each output line
+    is JSON: the median time in milliseconds, or a string that says why the call failed.
     """
     sys.path.insert(0, tree)
     import fa_numba
@@ -156,7 +156,7 @@ def serve(tree: str) -> None:
         try:
             if number != last:
                 last, run = number, None
-                gc.collect()  # the arrays of the last call
+                gc.collect()  # free the arrays of the previous call
                 run = prepared(every[number])
             times = fa_numba.device.time_ms(run, repeats=repeats, warmup=2)
             print(json.dumps(float(np.median(times))), flush=True)
@@ -165,7 +165,10 @@ def serve(tree: str) -> None:
 
 
 class Tree:
-    """The process of a tree: ``tree.time(number)`` returns a time in ms, or a reason."""
+    """A process that times calls with one source tree.
+
+    ``tree.time(index)`` returns the time in milliseconds, or says why the call failed.
+    """
 
     def __init__(self, folder: Path) -> None:
         command = [sys.executable, str(Path(__file__).resolve()), "--serve", str(folder)]
@@ -193,7 +196,10 @@ class Tree:
 
 
 def compile_kernels(folder: Path, numbers: Sequence[int]) -> None:
-    """Run each call once in one of COMPILERS processes, which keep the kernels on disk."""
+    """Compile all kernels before the timing: run each call once, in COMPILERS processes.
+
+    The compiled kernels stay on disk.
+    """
 
     def compile_some(mine: Sequence[int]) -> None:
         tree = Tree(folder)
@@ -248,11 +254,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         serve(str(given.other))
         return 0
     numbers = [n for n, call in enumerate(calls()) if given.only in str(call)]
-    if not (given.other / "fa_numba").is_dir() or not numbers or given.rounds < 1:
-        parser.error(
-            f"OTHER must be a folder with the package fa_numba, got {given.other}; N must be at "
-            f"least 1, got {given.rounds}; and a call must contain TEXT, got {given.only!r}"
-        )
+    if not (given.other / "fa_numba").is_dir():
+        parser.error(f"OTHER must be a folder that contains fa_numba, got {given.other}")
+    if not numbers:
+        parser.error(f"no call's description contains {given.only!r}; use another text for --only")
+    if given.rounds < 1:
+        parser.error(f"the number of rounds must be at least 1, got {given.rounds}")
     for folder in (given.other, ROOT):
         compile_kernels(folder, numbers)
     trees, results = [Tree(given.other), Tree(ROOT)], []

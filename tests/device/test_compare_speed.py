@@ -1,4 +1,4 @@
-"""The command that compares the speed of two trees, without a GPU."""
+"""Tests of the command `compare_speed` that need no GPU."""
 
 import io
 import json
@@ -15,7 +15,7 @@ from fa_numba.device import planning_for
 
 
 class Tree:
-    """Times of a tree by call: in each round the next time of the list."""
+    """A stand-in for a tree. `time(number)` returns the next value of the list of this call."""
 
     def __init__(self, log, name, times):
         self.log, self.name, self.times = log, name, {n: iter(t) for n, t in times.items()}
@@ -33,7 +33,7 @@ def test_the_ratio_of_two_trees_is_the_median_over_rounds():
     assert (first.median, first.ms, first.failure) == (3.0, 2.0, "")
     assert first.p20 == pytest.approx(2.4) and first.p80 == pytest.approx(3.6)
     assert first.call == compare_speed.calls()[3]
-    # The trees take turns, and the tree that begins alternates.
+    # The trees take turns at being first.
     assert log[:6] == ["other", "this", "this", "other", "other", "this"]
     assert second.failure == "ValueError: no such unit" and math.isnan(second.median)
 
@@ -86,7 +86,7 @@ def test_the_pages_say_how_many_calls_are_compared():
 
 
 def test_every_call_can_be_planned_for_hopper():
-    """A call that the library refuses would never be compared."""
+    """The library accepts every call of the list, on the unit that the call names."""
     units = set()
     with planning_for((9, 0), 227 * 1024):
         for call in compare_speed.calls():
@@ -99,10 +99,17 @@ def test_every_call_can_be_planned_for_hopper():
     assert units == {(unit, p) for unit in ("simt", "mma", "wgmma") for p in ("fwd", "bwd")}
 
 
-@pytest.mark.parametrize("bad", [["nowhere"], [".", "--only", "no such call"], [".", "--rounds=0"]])
-def test_the_command_refuses_bad_arguments(monkeypatch, capsys, bad):
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (["nowhere"], "OTHER must be a folder that contains fa_numba, got nowhere"),
+        ([".", "--only", "no such call"], "no call's description contains 'no such call'"),
+        ([".", "--rounds=0"], "the number of rounds must be at least 1, got 0"),
+    ],
+)
+def test_the_command_refuses_bad_arguments(monkeypatch, capsys, bad, message):
     monkeypatch.chdir(compare_speed.ROOT)
     monkeypatch.setattr(compare_speed, "Tree", None)
     with pytest.raises(SystemExit):
         compare_speed.main(bad)
-    assert "OTHER must be a folder with the package fa_numba" in capsys.readouterr().err
+    assert message in capsys.readouterr().err

@@ -1201,7 +1201,7 @@ def test_host_times(monkeypatch):
 
 
 def test_each_round_of_host_times_has_every_call(monkeypatch):
-    """A disturbance of the host in one round then meets all calls."""
+    """Every call runs once in each round, and the order of the calls changes."""
     seen = []
     monkeypatch.setattr(host_cost, "host_ms", lambda run: seen.append(run) or [1.0])
     rows, _ = host_rows(monkeypatch)

@@ -69,7 +69,7 @@ def test_a_wrong_result_is_refused(monkeypatch):
 
 
 def counted(monkeypatch, found):
-    """Yield what a recording stores of the counters `found`, one item for each kernel."""
+    """Return the rows that are recorded if the kernels of each call have the counters `found`."""
     cases = []
 
     def count_kernels(asked, metrics):

@@ -43,14 +43,14 @@ def library() -> Any:
 
 
 def call(problem: Problem, q: Any, k: Any, v: Any, largest_output: float) -> Callable[..., Any]:
-    """Return a function that runs cuDNN's attention in float8_e4m3fn once forward.
+    """Return a function that runs one forward pass of cuDNN's attention in float8_e4m3fn.
 
     q, k and v are converted once, before any call. Each of q, k and v has one scale.
 
     Parameters
     ----------
     problem : Problem
-        The problem. Its only options are `causal` and `scale`.
+        The problem. Only the options `causal` and `scale` are allowed.
     q, k, v : torch.Tensor
         Inputs on the GPU, in a dtype with 16 or 32 bits: (batch, heads, seqlen, head_dim).
     largest_output : float
@@ -128,7 +128,7 @@ class Output:
     stored : torch.Tensor
         O multiplied by `scale`, in float8_e4m3fn.
     scale : float
-        The factor.
+        Factor by which O was multiplied.
     """
 
     def __init__(self, stored: Any, scale: float) -> None:
