@@ -296,13 +296,15 @@ def draw(rows: Sequence[Row]) -> Any:
         style.log(ax.yaxis, 2)
         ax.axhline(1, color="#888888", lw=0.8)
     axes[0].set_ylabel("read by each sequence / read once")
-    axes[0].legend(loc="lower right")
     most = max(points.get(SEQUENCES[-1], 0) for points in moved.values())
     message = f"Reading a shared prefix once moves up to {most:.0f} times fewer bytes"
     times = [f"{_range(by)} times with {unit(series)}" for series, by in timed.items() if by]
-    about = f"Of {SEQUENCES[-1]} sequences: {_range(moved)} times fewer bytes; time is shorter by "
+    about = (
+        f"For {SEQUENCES[-1]} sequences: {_range(moved)} times fewer bytes. The time is shorter by "
+    )
     about += " and ".join(times) or "a factor that is not recorded"
-    style.legend(figure, [], message, about=f"{about}.")
+    handles, _ = axes[0].get_legend_handles_labels()
+    style.legend(figure, handles, message, about=f"{about}.")
     return figure
 
 

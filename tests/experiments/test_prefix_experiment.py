@@ -89,7 +89,7 @@ def test_the_figure_and_the_table_take_any_part_of_the_rows():
         assert "| 4096 | 256 |" in table.body
     figure = prefix.draw(modelled() + timed())
     assert [t.get_text() for ax in figure.axes for t in ax.texts] == ["not recorded"]
-    assert above(figure).endswith("time is shorter by 256 times with mma.")
+    assert "The time is shorter by 256 times with mma.\n" in above(figure)
     assert (
         "4 of 4 numbers counted by the emulator equal the access model"
         in prefix.table(counted() + modelled()).caption
