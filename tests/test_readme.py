@@ -50,6 +50,7 @@ KERNELS = {
     "torch-unfused": "torch's unfused attention | -",
     "torch-fa2": "torch's FlashAttention-2 | -",
     "torch-cudnn": "cuDNN, called by torch | -",
+    "torch-flex-flash": "torch's flex_attention, which calls FlashAttention-4 | -",
     "fa4": "flash-attn-4, FlashAttention-4 for Hopper | -",
 }
 SETTING = {
@@ -138,6 +139,69 @@ def test_the_finding_is_the_forms(page):
     ):
         (line,) = (line for line in form.splitlines() if line.startswith(f"| {claim}"))
         assert words.format(line.split(" | ")[4]) in finding
+
+
+def measured_speeds(experiment):
+    """{(series, pass, head dimension, causal, N): TFLOP/s} of a recording on an H200."""
+    found = {}
+    with open(ROOT / "figures" / "data" / experiment / "nvidia-h200.csv") as file:
+        for r in csv.DictReader(file):
+            if r["metric"] == "speed" and r["value"]:
+                at = (r["series"], r["pass"], r["head_dim"], r["causal"], int(r["seqlen_q"]))
+                found[at] = float(r["value"])
+    return found
+
+
+def test_the_times_of_both_orders_with_their_own_tiles():
+    """README and the summary have the range of FA-1's time / FA-2's time, on equal units."""
+    ratios = []
+    for experiment, units in (("speed", ["simt"]), ("speed_fp16", ["mma", "wgmma"])):
+        fastest = {}
+        for (series, pass_, d, *at), speed in measured_speeds(experiment).items():
+            order, _, rest = series.partition("-")
+            unit, _, rest = rest.partition("-")
+            if pass_ == "fwd" and d in ("64", "128") and unit in units and rest in ("", "splits"):
+                place = fastest.setdefault((unit, d, *at), {})
+                place[order] = max(speed, place.get(order, 0))
+        ratios += [x["fa2"] / x["fa1"] for x in fastest.values()]
+    said = f"{min(ratios):.2f} to {max(ratios):.2f}"
+    assert len(ratios) == 72
+    assert f"takes {said} times as long as Q outer" in words_of("README.md")
+    assert f"FA-1 takes {said} times as long as FA-2" in words_of("paper_repro.md")
+
+
+def words_of(page):
+    return " ".join((ROOT / page).read_text().split())
+
+
+def test_what_the_page_says_of_peers():
+    """The ranges of our FA-2's speed / a peer's speed below the table for wgmma."""
+    speeds, page = measured_speeds("speed_fp16"), words_of("figures/tables/speed_fp16.md")
+
+    def ratios(peer, pass_, dims, lengths):
+        return [
+            speed / speeds[peer, pass_, d, causal, N]
+            for (series, of, d, causal, N), speed in speeds.items()
+            if series == "fa2-wgmma" and of == pass_ and d in dims and N in lengths
+        ]
+
+    short, long, both = (512, 1024), (2048, 4096, 8192, 16384), ("64", "128")
+    for words, peer, pass_, dims, lengths in (
+        ("From N=2k on, our FA-2 has {} times cuDNN's speed", "torch-cudnn", "fwd", both, long),
+        ("At N=512 and 1k, it has {} times cuDNN's speed", "torch-cudnn", "fwd", both, short),
+        ("Our FA-2 has {} times cuDNN's speed at d=64", "torch-cudnn", "bwd", ["64"], short + long),
+        ("and {} times at d=128", "torch-cudnn", "bwd", ["128"], short + long),
+        ("backward.** Our FA-2 has {} times its speed", "torch-fa2", "bwd", both, short + long),
+        ("Our FA-2 has {} times its speed in the forward pass", "fa4", "fwd", both, short + long),
+        ("and {} times in the backward pass", "fa4", "bwd", both, short + long),
+    ):
+        found = ratios(peer, pass_, dims, lengths)
+        assert words.format(f"{min(found):.2f} to {max(found):.2f}") in page, words
+    slower = [sum(x < 1 for x in ratios("fa4", p, both, short + long)) for p in ("fwd", "bwd")]
+    said = (
+        "slower at {} of 24 sizes in the forward pass, and at {} of 24 sizes in the backward pass"
+    )
+    assert said.format(*slower) in page
 
 
 def test_the_summarys_other_numbers_are_those_of_the_tables():
