@@ -331,14 +331,16 @@ def is_near_half_of_l2(found, gpu):
 
 
 def test_the_rule_for_l2_is_what_the_counters_read():
-    """Within a fifth, on wgmma, whose blocks stay for row tiles of several heads, 1.3 times, on an
-    H100 1.53; near half of L2 between what it predicts with and without.
+    """The measured DRAM bytes differ from the rule's by a factor of at most 1.2, and on wgmma 1.36.
+
+    On wgmma, thread blocks compute row tiles of several heads. If the bytes that are read again
+    fill about half of L2, the measured bytes lie between the rule's numbers with and without L2.
     """
     seen = set()
     for row, plan, gpu in recorded("dram", "traffic"):
         found = bounds.expected(plan, gpu).dram
         close = is_near_half_of_l2(found, gpu)
-        far = {"H100": 1.53, "H200": 1.3}[gpu.name] if "wgmma" in row["series"] else 1.2
+        far = 1.36 if "wgmma" in row["series"] else 1.2
         least = bounds.expected(plan, replace(gpu, l2_bytes=1 << 40)).dram.bytes
         most = plan.accesses.bytes if close else far * found.bytes
         assert (least if close else found.bytes) / far <= float(row["value"]) <= most, row
@@ -347,16 +349,15 @@ def test_the_rule_for_l2_is_what_the_counters_read():
 
 
 def test_no_recorded_call_took_less():
-    """Near half of L2 than if it held all; but FA-1 on an H100's wgmma, 12 % at most: of what this
-    order goes over L2 keeps something there.
+    """No recorded time is below the bound of `bounds.expected`.
+
+    If the bytes that are read again fill about half of L2, the bound with an unlimited L2 counts.
     """
-    compared, less = 0, {}
+    compared = 0
     for row, plan, gpu in recorded("measured", "time"):
         found = bounds.expected(plan, gpu)
         if is_near_half_of_l2(found.dram, gpu):
             found = bounds.expected(plan, replace(gpu, l2_bytes=1 << 40))
-        if (share := float(row["value"]) / (1e3 * found.floor)) < 1:
-            less[gpu.name, row["series"]] = min(share, less.get((gpu.name, row["series"]), 1))
+        assert float(row["value"]) >= 1e3 * found.floor, row
         compared += 1
-    assert less.keys() == {("H100", "fa1-wgmma"), ("H100", "fa1-wgmma-splits")}
-    assert min(less.values()) > 0.88 and compared > 100
+    assert compared > 100
