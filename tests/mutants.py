@@ -344,12 +344,27 @@ def planted(site):
     return _of_text(site.module, changed(site))
 
 
+def compiled_again(site):
+    """A context where the functions that ``planted`` changes are compiled from the right text.
+
+    All else is as in ``planted``. A test that fails here does not fail because of the fault.
+    """
+    return _of_text(site.module, changed(site), source(site.module))
+
+
 @contextlib.contextmanager
-def _of_text(name, text):
+def _of_text(name, text, instead=None):
+    """A context where functions of a module have other code.
+
+    These are the functions whose code differs in this text, or tree. They have the code of the
+    text, or of the text ``instead`` if one is given.
+    """
     file = f"<mutant {next(_numbers)} of {name}>"
     if isinstance(text, str):  # no tree, which the emulator has no use for
-        linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+        lines = (instead or text).splitlines(keepends=True)
+        linecache.cache[file] = (len(text), None, lines, file)
     codes = _codes(compile(text, file, "exec"))
+    given = codes if instead is None else _codes(compile(instead, file, "exec"))
     before = []
     for (_, *place), functions in functions_of(name).items():
         code = codes.get(tuple(place))
@@ -357,7 +372,7 @@ def _of_text(name, text):
             old = function.__code__
             if _differ(old, code):
                 before.append((function, old))
-                function.__code__ = code
+                function.__code__ = given[tuple(place)]
     clear_caches()
     try:
         assert before or not isinstance(text, str), f"no function of {name} has changed"

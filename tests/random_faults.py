@@ -11,9 +11,14 @@ COSTLY are not in the map. A fault is then tried as follows:
 
 - Kernel code: the test calls of `mutant_cases` run, as `test_mutants` tries a fault.
 - Other code: the tests that run the changed block run, the cheapest tests first, for at most
-  LONGEST seconds. Of a parametrized test, the first case runs before the other cases.
+  LONGEST seconds. Tests in files that name the changed function come first. Of any other
+  parametrized test, the first case runs before the other cases.
 
 FOLDER keeps the map. A second draw records only the test files that have changed.
+
+A test that fails for another reason than the fault would hide a survivor. The tests that ran
+until a test failed therefore run once more, with the changed function compiled from its unchanged
+text. If the test fails then too, the command names the test, and the other tests try the fault.
 
 With the word `survivors` in the place of COMMIT, the command tries the faults in host code that
 `survivors.csv` lists without a proof.
@@ -25,12 +30,14 @@ import argparse
 import ast
 import builtins
 import contextlib
+import functools
 import hashlib
 import importlib
 import itertools
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -59,7 +66,9 @@ COSTLY = (
     ),
 )
 # Of the experiments' tests only these are in the map.
-RECORDS = ("dictionary", "experiments", "kept", "origins", "recording", "store", "verdicts")
+RECORDS = (
+    *("dictionary", "experiments", "kept", "load", "origins", "recording", "store", "verdicts"),
+)
 LONGEST = 40  # CPU seconds of the tests that try a fault
 # Environment variables: the folder for the map, or the file of the faults to try.
 MAP, FAULTS = "RANDOM_FAULTS_MAP", "RANDOM_FAULTS"
@@ -158,26 +167,41 @@ class Planter:
 
     @pytest.hookimpl
     def pytest_runtestloop(self, session):
-        import mutants
-
         items = {item.nodeid: item for item in session.items}
         sites = {number: site_of(*name) for number, name in self.faults["names"]}
-        noticing = []
         for number, names in self.faults["tests"][self.mine]:
             chosen = [items[name] for name in names if name in items]
-            how, _, count = mutants.apart(_tried, sites[number], chosen, seconds=600)
-            told = {"number": number, "how": how, "tests": count}
+            how, count, failing = _noticed(sites[number], chosen)
+            told = {"number": number, "how": how, "tests": count, "failing": failing}
             with open(self.faults["results"], "a") as file:
                 file.write(json.dumps(told) + "\n")
             print(f"{number}\t{how}\t{count}\t{_said(sites[number])}", flush=True)
-            noticing += [items[how]] if how in items else []
-        failed = mutants.apart(_tried, None, noticing, seconds=600)[0]
-        assert failed is None, f"{failed} fails without a fault"
         return True
 
 
-def _tried(site, items):
-    """Return how a fault, if one is given, is noticed, or None; and how many tests ran."""
+def _noticed(site, items):
+    """Return how a fault is noticed, or None; how many tests ran; which tests fail without it."""
+    import mutants
+
+    failing = []
+    while True:
+        how, _, count = mutants.apart(_tried, mutants.planted, site, items, seconds=600)
+        if how in (None, "cannot be planted"):
+            return how, count, failing
+        # A crash does not say which of the tests has crashed.
+        ran = items[: count or None]
+        without, *_ = mutants.apart(_tried, mutants.compiled_again, site, ran, seconds=600)
+        if without is None:
+            return how, count, failing
+        failing.append(without)
+        left = [x for x in items if x.nodeid != without.removeprefix("TookTooLong ")]
+        if len(left) == len(items):  # the process crashes without a fault
+            return None, count, failing
+        items = left
+
+
+def _tried(plant, site, items):
+    """Return how a test fails where ``plant`` changes a site, or None; and how many tests ran."""
     import mutants
     from _pytest.runner import runtestprotocol
 
@@ -185,8 +209,7 @@ def _tried(site, items):
     with tempfile.TemporaryDirectory() as cache, contextlib.ExitStack() as stack:
         os.environ["FA_NUMBA_CACHE"] = cache
         try:
-            if site is not None:
-                stack.enter_context(mutants.planted(site))
+            stack.enter_context(plant(site))
         except AssertionError:
             return "cannot be planted", "", 0
         for count, (item, following) in enumerate(zip(items, (*items[1:], None), strict=False), 1):
@@ -277,17 +300,31 @@ def mapped(folder, jobs):
 def chosen(site, tests):
     """Return the names of the tests that run the changed block, the cheapest tests first.
 
-    Each parametrized test has one case in turn. Tests of a file with the module's name come first.
+    Each parametrized test has one case in turn. All cases in files that name the changed function
+    or its class come first, and then the tests of a file with the module's name.
     """
     import mutants
 
+    named = {x: _names(x, site.function.partition(".")[0]) for x in {test.file for test in tests}}
     path = Path(mutants.file_of(site.module)).resolve().relative_to(ROOT).as_posix()
     block = block_of(site)
     found = sorted((x for x in tests if block in x.blocks.get(path, ())), key=lambda x: x.seconds)
     own, turn = Path(path).stem, defaultdict(itertools.count)
     place = {test.name: next(turn[test.name.partition("[")[0]]) for test in found}
-    found.sort(key=lambda x: (place[x.name] > 0, own not in Path(x.file).stem, place[x.name]))
-    return [test.name for test in found]
+
+    def order(test):
+        turn = place[test.name]
+        return (
+            (0, turn) if named[test.file] else (1, turn > 0, own not in Path(test.file).stem, turn)
+        )
+
+    return [test.name for test in sorted(found, key=order)]
+
+
+@functools.cache
+def _names(file, name):
+    """Return whether a test's file contains the name of a function or class as a word."""
+    return re.search(rf"\b{name}\b", (ROOT / file).read_text()) is not None
 
 
 # --- the draw ----------------------------------------------------------------------------------
@@ -347,6 +384,7 @@ def main(given=None):
     parser.add_argument("--jobs", type=int, default=2, help="processes that run tests")
     parser.add_argument("--only", type=int, nargs="+", help="numbers of the faults to try")
     given = parser.parse_args(given)
+    sys.path.insert(0, str(ROOT))  # this checkout's packages, also if another one is installed
     import test_mutants
 
     listed = given.commit == "survivors"
@@ -381,8 +419,13 @@ def main(given=None):
             print(f"{number}\t{found[number]}\t{_said(sites[number])}", flush=True)
         for process in processes:
             process.wait()
+        failing = set()
         for row in map(json.loads, results.read_text().splitlines()):
             found[row["number"]] = row["how"]
+            failing |= {*row["failing"]}
+    print(f"{len(failing)} tests fail without a fault:")
+    for name in sorted(failing):
+        print(f"  {name}")
     assert found.keys() == sites.keys(), f"not tried: {sites.keys() - found.keys()}"
     survivors = [n for n in sites if found[n] in (None, "cannot be planted")]
     print(f"{len(survivors)} of {len(sites)} faults survive:")
