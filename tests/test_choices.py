@@ -11,9 +11,11 @@ import inspect
 import io
 import itertools
 import json
+import re
 import sys
 from dataclasses import fields, is_dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,15 +26,16 @@ from fa_numba import Tiles, bounds
 from fa_numba import device as devices
 from fa_numba.choices import facts, requests, splits, tiles, units
 from fa_numba.choices.makespan import makespan
-from fa_numba.choices.requests import Choices, choices_of
+from fa_numba.choices.requests import Choices, Request, choices_of
 from fa_numba.device.program_digest import digest_of
 from fa_numba.dtypes import PRECISIONS
 from fa_numba.host import binding, planning
 from fa_numba.mods import Mod
+from fa_numba.problem import Problem
 
 PLANS = Path(__file__).with_name("data") / "plans.csv"
 CALL = ("gpu", "q", "k", "options")
-WANTED = ("unit", "tiles", "splits", "workspace", "kernels", "details", "refused")
+WANTED = ("unit", "tiles", "splits", "workspace", "kernels", "details", "moved", "why", "refused")
 
 
 # --- plans as they were -----------------------------------------------------------------------
@@ -92,8 +95,18 @@ def outcome(plan):
         "workspace": str(plan.workspace_bytes),
         "kernels": "; ".join(kernels),
         "details": digest_of(repr(details(plan))),
+        "moved": digest_of(repr(moved(plan))),
+        "why": digest_of(repr(dict(plan.why))),
         "refused": "",
     }
+
+
+def moved(plan):
+    """The accesses of a plan, unless they depend on a block mask, and its FLOPs."""
+    if plan.problem.sparse and plan.block_mask is None:
+        return ()
+    loads, stores = (sorted(x.items()) for x in (plan.accesses.loads, plan.accesses.stores))
+    return loads, stores, plan.flops
 
 
 def details(plan):
@@ -126,7 +139,9 @@ def found(row):
     try:
         plan = plan_of(row)
     except ValueError as error:
-        return None, dict.fromkeys(WANTED, "") | {"refused": str(error)}
+        # A line of this file has another number after an edit above it.
+        refused = re.sub(r"(test_choices\.py, line) \d+", r"\1 ...", str(error))
+        return None, dict.fromkeys(WANTED, "") | {"refused": refused}
     return plan, outcome(plan)
 
 
@@ -238,6 +253,154 @@ def test_a_plan_keeps_the_reason_for_its_unit():
         assert plan.why == plan.decided.why and "float32" in plan.decided.why["unit"]
 
 
+@pytest.mark.parametrize(
+    ("gpu", "unit", "dtype", "passes"),
+    [
+        ("T4", "simt", "float32", "fwd"),
+        *(("A100", "mma", "float16", passes) for passes in ("fwd", "bwd")),
+        *(("H200", "wgmma", "float16", passes) for passes in ("fwd", "bwd")),
+    ],
+)
+@pytest.mark.parametrize("algorithm", ["fa1", "fa2"])
+def test_a_kernel_is_for_the_sign_of_the_scale(algorithm, gpu, unit, dtype, passes):
+    """Only with a scale above 0 the largest score is the largest product."""
+    shape, how = (1, 2, 64, 64), {"dtype": dtype, "unit": unit, "passes": passes}
+    with bounds.DEVICES[gpu].planning():
+        for scale in (-1.0, 0.0, 1e-30, 2.0):
+            plan = fa_numba.plan(shape, shape, scale=scale, algorithm=algorithm, **how)
+            assert plan.decided.spec.positive_scale == (scale > 0)
+
+
+@pytest.mark.parametrize("algorithm", ["fa1", "fa2"])
+def test_a_kernel_knows_whether_other_tiles_have_heads_of_its_group(algorithm):
+    how = {"dtype": "float16", "unit": "mma", "algorithm": algorithm}
+    with bounds.DEVICES["A100"].planning():
+        specs = [
+            (heads, fa_numba.plan((1, heads, rows, 64), (1, 1, 64, 64), **how).decided.spec)
+            for heads in (1, 2, 4, 8)
+            for rows in (1, 64)
+        ]
+    assert [spec.grouped for _, spec in specs] == [heads > x.tile_heads for heads, x in specs]
+    assert {x.tile_heads for _, x in specs} == ({1, 2, 4, 8} if algorithm == "fa2" else {1})
+
+
+@pytest.mark.parametrize("passes", ["fwd", "bwd"])
+def test_a_block_mask_chooses_tiles_unless_the_caller_does(passes):
+    """A backward pass whose kernels do not support the mask's tiles chooses tiles of its own."""
+    problem = Problem(1, 1, 1, 128, 128, 32)
+
+    def tiles_of(mask_tiles, tiles=None):
+        mask = fa_numba.create_block_mask(
+            lambda b, h, i, j: j <= i, 1, 1, 128, 128, tiles=mask_tiles
+        )
+        choices = Choices("fa2", passes, unit="simt", tiles=tiles)
+        return planning.plan_of_attention(problem, choices, block_mask=mask).tiles
+
+    with devices.using("emulator"):
+        own = planning.plan_of_attention(problem, Choices("fa2", passes, unit="simt")).tiles
+        assert (own.Br, own.Bc) != (16, 32)
+        assert (tiles_of(Tiles(16, 32)).Br, tiles_of(Tiles(16, 32)).Bc) == (16, 32)
+        assert tiles_of(Tiles(16, 32), Tiles(32, 32)) == tiles_of(None, Tiles(32, 32))
+        assert tiles_of(None) == own
+
+
+@pytest.mark.parametrize("stays", [False, True])
+def test_a_row_of_spills_is_for_its_head_dimensions(stays):
+    """With kept scores another kernel adds slopes and a bias."""
+    rows = facts.spills("wgmma", "fa2", "bwd")
+    assert rows and all(row.bytes and row.first <= row.last for row in rows)
+    names = {name for row in rows for name in (row.option, row.beside)}
+    nothing = SimpleNamespace(**dict.fromkeys(names, False), scores_stay=stays)
+    for row in rows:
+        features = SimpleNamespace(**vars(nothing) | {row.option: True})
+        elsewhere = stays and row.option in tiles.ADDED and row.beside not in tiles.BEHIND
+        for d in {row.first - 1, row.first, row.last, row.last + 1}:
+            within = any(
+                (x.option, x.beside) == (row.option, row.beside) and x.first <= d <= x.last
+                for x in rows
+            )
+            found = (row.option, row.beside) in tiles._spilling(d, features)
+            assert found == (within and not elsewhere), (row, d)
+        assert not tiles._spilling(row.last, nothing)
+
+
+def test_kernels_may_spill_within_a_context():
+    assert not facts.are_spills_allowed()
+    with facts.spills_allowed():
+        assert facts.are_spills_allowed()
+    assert not facts.are_spills_allowed()
+
+
+@pytest.mark.parametrize("unit", ["simt", "mma", "wgmma"])
+def test_tiles_of_calls_of_any_length_are_none_of_short_calls(unit):
+    for algorithm, of in itertools.product(("fa1", "fa2", "standard"), ("fwd", "bwd", "dQ")):
+        rows = facts.sizes(unit, algorithm, of)
+        cases = {row.case for row in rows if not row.most}
+        for row in rows:
+            if "" in cases or row.case in cases:
+                found = facts.size(unit, algorithm, of, row.head_dim, row.case)
+                assert not found.most and found.head_dim >= row.head_dim
+
+
+@pytest.mark.parametrize("unit", units.UNITS)
+@pytest.mark.parametrize("algorithm", ["fa1", "fa2", "standard"])
+def test_some_optimisations_are_left_out_together_with_others_alone(algorithm, unit):
+    needs = {"padding": "swizzle", "persistent": "counter", "specialisation": "persistent"}
+    known = [x for x, owners in units.UNITS[unit].measures.items() if algorithm in owners]
+    for name in known:
+        choices = Choices(algorithm, unit=unit, ablate=(name,))
+        if name in needs:
+            says = f"ablate must contain '{needs[name]}' if it contains '{name}', because "
+            with pytest.raises(ValueError, match=says):
+                planning._measures(choices, units.UNITS[unit])
+        else:
+            assert planning._measures(choices, units.UNITS[unit]) == (name,)
+    whole = Choices(algorithm, unit=unit, ablate=tuple(reversed(known)))
+    assert planning._measures(whole, units.UNITS[unit]) == tuple(known)
+    with pytest.raises(ValueError, match="^ablate must be .* got \\('nothing',\\)"):
+        planning._measures(Choices(algorithm, ablate=("nothing",)), units.UNITS[unit])
+
+
+def test_a_plan_is_made_again_for_the_device_that_its_request_names():
+    shape, how = (1, 2, 1024, 64), {"dtype": "float16"}
+    with bounds.DEVICES["A100"].planning():
+        on_gpu = fa_numba.plan(shape, shape, **how)
+    with devices.using("emulator"):
+        here = fa_numba.plan(shape, shape, **how)
+        for plan in (on_gpu, here):
+            asked = plan.asked
+            with planning.planning_for(asked):
+                again = Request.here(asked.choices, asked.problem, asked.aligned)
+            assert again == asked and planning.again(asked) == plan
+    assert on_gpu.asked != here.asked
+
+
+@pytest.mark.parametrize("multiprocessors", [0, 1, 78, 132, 144])
+def test_persistent_thread_blocks_are_as_many_as_run_at_a_time(multiprocessors):
+    """On the emulator, which has no multiprocessors, as many as on an H200."""
+    problem = Problem(1, 32, 32, 4096, 4096, 64, dtype="float16")
+    choices = Choices("fa2", unit="wgmma", tiles=Tiles(128, 128))
+    limits = devices.EMULATED_SHARED_BYTES, (9, 0), multiprocessors
+    plan = planning.planned(Request(choices, problem, True, *limits))
+    spec, (kernel,) = plan.decided.spec, plan.kernels
+    assert spec.persistent and 32 * 4096 // spec.head_rows > 144 * spec.blocks
+    assert kernel.grid == ((multiprocessors or 132) * spec.blocks, 1, 1)
+
+
+@pytest.mark.parametrize("unit", ["simt", "mma", "wgmma"])
+def test_the_kernel_of_dq_alone_adds_to_no_other_gradient(unit):
+    dtype = "float32" if unit == "simt" else "float16"
+    problem = Problem(1, 2, 2, 256, 256, 64, dtype=dtype, bias=(1, 2, 256, 256))
+    choices = Choices("fa2", "bwd", unit=unit, deterministic=True, return_dbias=True)
+    limits = devices.EMULATED_SHARED_BYTES, (9, 0), 132
+    request = Request(choices, problem, True, *limits, unit=unit)
+    own = units.UNITS[unit]
+    tiles_, spec, _ = own.backward(request)
+    _, of_dq = own.dq_kernel(request, tiles_, spec)
+    assert request.features.dbias and not of_dq.features.dbias
+    assert of_dq.features.bias and of_dq.features == request.features.without_sums
+
+
 # --- a call's choices -------------------------------------------------------------------------
 
 
@@ -250,6 +413,14 @@ def test_equal_choices_are_one_object():
         choices_of("fa2", "fwd", Tiles(64, 64), "mma", 1)
     assert choices_of("fa1", query_splits=np.int64(3)) == Choices("fa1", query_splits=3)
     assert choices_of("fa2", ablate=["swizzle"]).ablate == ["swizzle"]  # has no hash
+
+
+def test_a_program_of_many_kinds_of_calls_makes_the_choices_of_each_once():
+    made = requests._once(Choices)
+    first = [made("fa2", query_splits=n) for n in range(1, 1001)]
+    assert all(made("fa2", query_splits=n) is each for n, each in enumerate(first, 1))
+    with pytest.raises(TypeError, match="query_splits must be an integer"):
+        made("fa2", query_splits=1.0)  # which equals 1
 
 
 @pytest.mark.parametrize(
@@ -477,15 +648,15 @@ def test_the_command_compiles_what_its_rows_are_about(tmp_path, monkeypatch):
 def rewritten(rows, ask):
     """Return the rows with today's plans; ``ask`` gives the reason of a row whose plan changed.
 
-    A new row has its call and its reason, and nothing of ``WANTED``. An empty answer repeats the
-    answer before. Raise ValueError for a reason of fewer than four words, and for a changed row
-    with the old one.
+    A new row has its call and its reason, and nothing of ``WANTED``. A row whose plan only says
+    other words (column "why") keeps its reason. An empty answer repeats the answer before. Raise
+    ValueError for a reason of fewer than four words, and for a changed row with the old one.
     """
     made, last = [], ""
     for row in rows:
         (_, now), reason = found(row), row["reason"]
         new = not any(row[n] for n in WANTED)
-        if not new and now != {n: row[n] for n in WANTED}:
+        if not new and any(now[n] != row[n] for n in WANTED if n != "why"):
             call = " ".join(row[n] for n in CALL)
             changes = (f"  {n}: {row[n]} -> {now[n]}" for n in WANTED if row[n] != now[n])
             about = call, *changes, f"  was wanted because: {reason}", "why now? "
