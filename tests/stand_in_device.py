@@ -470,7 +470,10 @@ class Cuda:
         return array
 
     def as_cuda_array(self, array):
-        return array
+        if isinstance(array, Array):
+            return array
+        of = array.__cuda_array_interface__
+        return Array(_seen(of["data"][0], of["shape"], of["strides"], np.dtype(of["typestr"])))
 
     def external_stream(self, stream):
         return Stream(self.gpu, stream)

@@ -2,6 +2,8 @@
 how the emulator runs a kernel of ours.
 """
 
+import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,7 +11,8 @@ import pytest
 from numba import cuda
 
 from fa_numba import device as devices
-from fa_numba.device import memory, timing
+from fa_numba.device import kernel as device_kernel
+from fa_numba.device import launch_record, memory, select, timing
 from fa_numba.emulator import OutOfBounds
 
 
@@ -85,6 +88,21 @@ def done(monkeypatch):
     return done
 
 
+def test_a_pool_keeps_its_memory_and_is_of_its_gpu(monkeypatch):
+    done, driver = [], memory.driver
+    core = SimpleNamespace(
+        Device=lambda n: SimpleNamespace(set_current=lambda: done.append(f"GPU {n}")),
+        DeviceMemoryResource=lambda n, options: SimpleNamespace(handle=f"pool {n} {options}"),
+        DeviceMemoryResourceOptions=lambda: "as usual",
+    )
+    monkeypatch.setitem(sys.modules, "cuda.core", core)
+    monkeypatch.setattr(driver, "cuMemPoolSetAttribute", lambda *given: done.append(given))
+    made = memory.pool.__wrapped__(2)
+    (gpu, (handle, attribute, size)) = done
+    assert gpu == "GPU 2" and handle == made.handle == "pool 2 as usual" and int(size) == 2**63
+    assert attribute == driver.CUmemPool_attribute.CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
+
+
 def test_memory_is_released_after_the_work_that_uses_it(done):
     memory.release_memory()
     assert done == ["wait for all", "free arrays", "trim pool 3 to 0"]
@@ -101,6 +119,137 @@ def test_a_copy_on_a_stream_is_waited_for(done, stream, wait):
     out = np.zeros(2)
     memory.to_host(array, out, stream)
     assert done == ["copy", wait] and (out == 7).all()
+
+
+X = np.arange(2 * 4 * 6 * 8, dtype=np.uint8).reshape(2, 4, 6, 8)
+VIEWS = {
+    "broadcast": (lambda x: devices.broadcast(x, (3, 2, 4, 6, 8)), lambda x: np.stack([x] * 3)),
+    "broadcast axis": (
+        lambda x: devices.broadcast(devices.with_last_axis(x), (2, 4, 6, 8, 5)),
+        lambda x: np.stack([x] * 5, -1),
+    ),
+    "permuted": (lambda x: devices.permuted(x, (0, 2, 1, 3)), lambda x: x.transpose(0, 2, 1, 3)),
+    "transposed": (
+        lambda x: devices.transposed(x, (1, 0, 2, 3)),
+        lambda x: x.transpose(1, 0, 2, 3)[None],
+    ),
+    "halves": (devices.as_halves, lambda x: x.view(np.uint16)),
+    "last axis": (devices.with_last_axis, lambda x: x[..., None]),
+    "grouped": (
+        lambda x: devices.grouped(x, 2),
+        lambda x: x.reshape(2, 2, 2, 6, 8).transpose(0, 1, 3, 2, 4),
+    ),
+    "one": (
+        lambda x: devices.as_one(devices.permuted(x, (0, 2, 1, 3))),
+        lambda x: x.reshape(1, 8, 6, 8).transpose(0, 2, 1, 3),
+    ),
+    "batch": (
+        lambda x: (
+            devices.as_batch(devices.permuted(x, (0, 2, 1, 3))[:1], 2)
+            if isinstance(x, np.ndarray)
+            else devices.as_batch(replace(devices.permuted(x, (0, 2, 1, 3)), shape=(1, 6, 4, 8)), 2)
+        ),
+        lambda x: x[0].reshape(2, 2, 6, 8).transpose(0, 2, 1, 3),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_a_view_of_an_array_on_a_gpu_is_as_on_the_host(name):
+    """The host's view has the values that NumPy gives, and the other one the same layout."""
+    view, wanted = VIEWS[name]
+    on_host, wanted = view(X), wanted(X)
+    assert np.array_equal(on_host, wanted) and np.shares_memory(on_host, X)
+    given = memory.DeviceArray(64, X.shape, X.strides, "owner", itemsize=1)
+    found = view(given)
+    layout = [(x.shape, x.strides, x.itemsize) for x in (found, on_host)]
+    assert layout[0] == layout[1] and (found.pointer, found.owner) == (64, "owner")
+
+
+@pytest.mark.parametrize("fails", ["moving a tensor map", "clearing 8 bytes", None])
+def test_an_error_of_the_driver_ends_a_run(monkeypatch, fails):
+    driver, done = launch_record.driver, []
+    error = driver.CUresult.CUDA_ERROR_INVALID_VALUE
+
+    def step(what):
+        def run(*given):
+            done.append(what)
+            return (error if what == fails else driver.CUresult.CUDA_SUCCESS,)
+
+        return run
+
+    monkeypatch.setattr(driver, "cuTensorMapReplaceAddress", step("moving a tensor map"))
+    monkeypatch.setattr(driver, "cuMemsetD8Async", step("clearing 8 bytes"))
+    recording = devices.LaunchRecord()
+    recording.clear(memory.DeviceArray(64, (2,), (4,)))
+    recording._maps.append((0, 16, "map"))
+    if fails is None:
+        recording.run([256], 0)
+    else:
+        with pytest.raises(RuntimeError, match=f"{fails} failed: .* CUDA_ERROR_INVALID_VALUE"):
+            recording.run([256], 0)
+    steps = ["moving a tensor map", "clearing 8 bytes"]
+    assert done == (steps if fails != steps[0] else steps[:1])
+
+
+def test_code_is_loaded_into_the_context_of_the_current_gpu(monkeypatch):
+    done = []
+
+    class ObjectCode:
+        def from_cubin(cubin):
+            done.append(f"load {cubin}")
+            return SimpleNamespace(get_kernel=lambda name: f"kernel {name}")
+
+    monkeypatch.setitem(sys.modules, "cuda.core", SimpleNamespace(ObjectCode=ObjectCode))
+    context = SimpleNamespace(current_context=lambda: done.append("context"))
+    monkeypatch.setattr(device_kernel, "cuda", context)
+    allow = lambda *given: done.append(given)  # noqa: E731
+    monkeypatch.setattr(device_kernel, "_allow_shared_memory", allow)
+    kernel = devices.Kernel(lambda X: None, (devices.array_type(1),), 32, 640)
+    kernel._load("cubin", "entry", 3)
+    assert done == ["context", "load cubin", ("kernel entry", 640, 3)]
+    assert kernel._compiled == {3: "kernel entry"}
+
+
+@pytest.mark.parametrize("name", ["A GPU", b"A GPU"])
+def test_a_gpu_is_described_by_its_limits_and_its_driver(monkeypatch, name):
+    gpu = SimpleNamespace(
+        name=name, compute_capability=(9, 0), MULTIPROCESSOR_COUNT=132, L2_CACHE_SIZE=50 << 20
+    )
+    driver = SimpleNamespace(driver=SimpleNamespace(get_version=lambda: (13, 1)))
+    monkeypatch.setattr(
+        select, "cuda", SimpleNamespace(get_current_device=lambda: gpu, cudadrv=driver)
+    )
+    monkeypatch.setattr(select, "shared_bytes_limit", lambda: 1234)
+    monkeypatch.setattr(select, "on_gpu", lambda: True)
+    assert select.describe() == {
+        "name": "A GPU", "compute_capability": "9.0", "multiprocessors": 132,
+        "shared_bytes": 1234, "l2_bytes": 50 << 20, "cuda_driver": "13.1",
+    }  # fmt: skip
+    monkeypatch.setattr(select, "on_gpu", lambda: False)
+    limit = select.EMULATED_SHARED_BYTES
+    assert select.describe() == {"name": "emulator", "shared_bytes": limit}
+
+
+@pytest.mark.parametrize(
+    ("capability", "available", "why"),
+    [
+        ((7, 5), True, ""),
+        ((9, 0), True, ""),
+        ((7, 2), True, "the compute capability of the GPU must be at least 7.5, got 7.2"),
+        ((9, 0), False, "no CUDA GPU or driver was found"),
+        (None, True, "CUDA could not start: no device"),
+    ],
+)
+def test_why_there_is_no_gpu(monkeypatch, capability, available, why):
+    def current():
+        if capability is None:
+            raise RuntimeError("no device")
+        return SimpleNamespace(compute_capability=capability)
+
+    cuda = SimpleNamespace(is_available=lambda: available, get_current_device=current)
+    monkeypatch.setattr(select, "cuda", cuda)
+    assert select.why_no_gpu.__wrapped__() == why
 
 
 def test_an_index_below_0_does_not_count_from_the_end_in_a_kernel_of_ours():

@@ -24,11 +24,16 @@ from offline import CAPABILITY
 
 import fa_numba
 from fa_numba.device import EMULATED_SHARED_BYTES, array_type, kernel_cache, planning_for
-from fa_numba.device.front_end import REPLACED, without_repeats
-from fa_numba.device.front_end.inference import call_types_kept, literals_looked_for
+from fa_numba.device.front_end import REPLACED, lowering, passes, without_repeats
+from fa_numba.device.front_end.inference import (
+    call_types_kept,
+    literals_looked_for,
+    types_of_values_kept,
+)
+from fa_numba.device.front_end.inlining import inlined_in_one_walk, translated_once
 from fa_numba.device.front_end.lowering import values_where_assigned_once
 from fa_numba.device.front_end.passes import legalized_without_ends
-from fa_numba.device.front_end.variables import unread_left_out
+from fa_numba.device.front_end.variables import lifetimes_when_asked_for, unread_left_out
 from fa_numba.device.kernel import built_together
 from fa_numba.device.linking import entry_of
 
@@ -184,6 +189,127 @@ def test_types_of_calls_are_kept_by_all_that_they_depend_on():
         calls[0],
         calls[0],
     ]
+
+
+def test_types_of_values_are_kept_by_all_that_they_depend_on():
+    """The context, and of a value its type and the value itself. Floats and texts are not kept."""
+    asked = []
+    find = types_of_values_kept(lambda *call: asked.append(call) or len(asked))
+    kept = (0, 1, 2, -1, False, True, int, bool, len, max, cuda, types, gets, lists)
+    calls = [(context, value) for context in "cd" for value in kept]
+    first = [find(*call) for call in calls]
+    assert first == [find(*call) for call in calls] == [*range(1, len(calls) + 1)]
+    others = [("c", value) for value in (1.0, "x", "x", 1.0)]
+    assert [find(*call) for call in others] == [*range(len(calls) + 1, len(calls) + 5)]
+
+
+@pytest.mark.parametrize("fails", [None, "run_pass"])
+def test_each_pass_of_a_pipeline_begins_runs_and_ends(monkeypatch, fails):
+    """In its order. An error names the pass; with debugging, Numba runs all passes."""
+    done = []
+
+    class Pass:
+        def __init__(self, name):
+            self.own = name
+
+        def name(self):
+            return self.own
+
+        def __getattr__(self, step):
+            def run(state):
+                done.append((self.own, step, self.analysis, state))
+                if step == fails:
+                    raise errors.NumbaError("wrong")
+
+            return run
+
+    registry = {name: SimpleNamespace(pass_inst=Pass(name)) for name in "ab"}
+    monkeypatch.setattr(passes, "_REGISTRY", registry)
+    manager = SimpleNamespace(
+        passes=[("a", "first"), ("b", "second")], _analysis="facts", pipeline_name="p",
+        _debug_init=lambda: (False, False), _patch_error=lambda place, error: KeyError(place),
+    )  # fmt: skip
+    run = passes.run_unmeasured(lambda self, state: done.append("Numba's"))
+    steps = ("run_initialization", "run_pass", "run_finalizer")
+    if fails:
+        with pytest.raises(KeyError, match=r"Failed in p mode pipeline \(step: first\)"):
+            run(manager, 7)
+        assert done == [("a", step, "facts", 7) for step in steps[:2]]
+        return
+    run(manager, 7)
+    assert done == [(name, step, "facts", 7) for name in "ab" for step in steps]
+    done.clear()
+    manager._debug_init = lambda: (False, True)
+    run(manager, 7)
+    assert done == ["Numba's"]
+
+
+@pytest.mark.parametrize("emits", [True, False])
+@pytest.mark.parametrize("generator", [True, False])
+def test_lifetimes_are_computed_by_numba_for_the_pass_that_marks_last_uses(emits, generator):
+    def kernel(X, n):
+        for i in range(n):
+            X[i] = n
+
+    asked = []
+    run = lifetimes_when_asked_for(lambda *given: asked.append(given))
+    code = run_frontend(kernel)
+    code.is_generator, code.generator_info = generator, "old"
+    processor = SimpleNamespace(func_ir=code)
+    run(processor, emits, True)
+    if emits or generator:
+        assert asked == [(processor, emits, True)] and code.generator_info == "old"
+    else:
+        assert not asked and code.generator_info is None
+        assert code.variable_lifetime.usedefs.defmap.keys() == code.blocks.keys()
+
+
+def test_a_statement_has_a_text_for_numbas_debug_output_alone(monkeypatch):
+    """Anything else always has one."""
+    loc = ir.Loc("file", 1)
+    for debug in (0, 1):
+        monkeypatch.setattr(lowering.config, "DEBUG_JIT", debug)
+        assert lowering.text_of(ir.Jump(7, loc)) == ("jump 7" if debug else "")
+        assert lowering.text_of(12) == "12"
+
+
+def test_a_pipeline_is_made_once_for_each_set_of_flags():
+    made = []
+    define = passes.pipeline_kept(lambda *given: made.append(given) or len(made)).__func__
+    kinds = itertools.product((None, "code"), (0, 1), (0, 1), ("untyped", "other"))
+    states = [
+        (SimpleNamespace(func_ir=code, flags=SimpleNamespace(no_rewrites=a, enable_ssa=b)), name)
+        for code, a, b, name in kinds
+    ]
+    first = [define(*each) for each in states]
+    assert first == [define(*each) for each in states] == [*range(1, 17)]
+    assert made == states and define(states[0][0]) == 1
+
+
+@pytest.mark.parametrize("checks", [True, False])
+def test_a_device_function_is_translated_and_checked_once(checks):
+    done = []
+
+    def translate(self, function, *ssa):
+        done.append((function, *ssa))
+        return run_frontend(function)
+
+    inliner = SimpleNamespace(validator=(lambda code: done.append("checked")) if checks else None)
+    run = translated_once(translate)
+    first, second = run(inliner, gets), run(inliner, gets)
+    assert done == [(gets,), *["checked"] * checks]
+    assert first.blocks is second.blocks and first.func_id.unique_id != second.func_id.unique_id
+    run(inliner, lists)
+    assert done[1 + checks :] == [(lists,), *["checked"] * checks]
+    run(inliner, gets, True)  # numba's own, which is not kept
+    assert done[-1] == (gets, True)
+
+
+def test_calls_whose_types_are_known_are_inlined_by_numba():
+    inline = inlined_in_one_walk(lambda self, *given: given)
+    known = SimpleNamespace(_permit_update_type_and_call_maps=True)
+    assert inline(known, 1, 2, 3, 4, 5) == (1, 2, 3, 4, 5, None)
+    assert inline(known, 1, 2, 3, 4, 5, 6) == (1, 2, 3, 4, 5, 6)
 
 
 def gets(X, i):

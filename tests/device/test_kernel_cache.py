@@ -514,3 +514,11 @@ print(kernel_cache.key_of(fa2_forward.make_forward(spec), (9, 0)).decode())
         [sys.executable, "-c", text], capture_output=True, text=True, env=environment
     )
     assert (done.stdout, done.stderr) == (f"2\n{key().decode()}\n", "")
+
+
+def test_a_folder_has_at_most_so_many_bytes(tmp_path, monkeypatch):
+    given = []
+    utils = SimpleNamespace(FileStreamProgramCache=lambda *args, **how: given.append((args, how)))
+    monkeypatch.setitem(sys.modules, "cuda.core.utils", utils)
+    kernel_cache._store.__wrapped__(tmp_path)
+    assert given == [((tmp_path,), {"max_size_bytes": kernel_cache.MAX_BYTES})]

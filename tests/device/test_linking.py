@@ -1,8 +1,43 @@
 """What compiled code is taken from, without a compiler."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from fa_numba.device import linking
+
+
+@pytest.mark.parametrize(
+    ("capability", "cc", "arch", "target"),
+    [
+        ((7, 5), (7, 5), "sm_75", "sm_75"),
+        ((8, 6), (8, 6), "sm_86", "sm_86"),
+        ((9, 0), (9, 0, "a"), "sm_90a", "sm_90a"),
+        ((12, 0), (9, 0), "sm_90", "sm_120"),
+    ],
+)
+def test_numba_compiles_for_the_gpu_and_the_threads_of_a_kernel(
+    monkeypatch, capability, cc, arch, target
+):
+    given = []
+
+    def compile_(*args, **how):
+        given.append((*args, how))
+        return b"LTO", None
+
+    monkeypatch.setattr(linking.cuda, "compile", compile_)
+
+    def link(code, kind, arch, **options):
+        assert (kind, arch, options) == ("ptx", "sm_90", {"ptx": True} | linking._OPTIMISED)
+        return b"PTX of " + code, "log"
+
+    monkeypatch.setattr(linking, "_linked", link)
+    kernel = SimpleNamespace(function="f", signature="s", threads=128, min_blocks=2)
+    found = linking.compiled(kernel, capability)
+    how = {"device": False, "abi": "numba", "output": "ltoir", "launch_bounds": (128, 2)}
+    assert given == [("f", "s", {"cc": cc} | how)]
+    code = {"ltoir": b"LTO"} if capability < (12, 0) else {"ptx": b"PTX of LTO"}
+    assert found == linking.Compiled(arch, target, **code)
 
 
 @pytest.mark.parametrize(

@@ -1,21 +1,25 @@
 """Digests of kernels' programs: what changes one, and that equal ones have equal PTX."""
 
 import ast
+import functools
 import importlib.util
 import itertools
+import math
 import sys
 from collections import namedtuple
 from pathlib import Path
-from types import BuiltinFunctionType, FunctionType, MethodType
+from types import BuiltinFunctionType, FunctionType, MethodType, SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 from compare_ptx import ptx_of, without_names
+from llvmlite import ir
 from numba import types
 
 import fa_numba
 from fa_numba import device
+from fa_numba.device import program_digest
 from fa_numba.device.front_end import without_repeats
 from fa_numba.device.program_digest import Unknown, program_of, template
 from fa_numba.host.planning import planned
@@ -227,6 +231,21 @@ def test_a_named_tuples_class_counts_by_its_fields_and_defaults(made):
     assert len(set(found)) == 5
 
 
+def test_what_has_no_source_counts_by_its_name_or_its_text():
+    read = program_digest._readers[False]
+    record = namedtuple("record", "a b", defaults=[3])
+    assert read._named(record)[:2] == ("record class", ("a", "b"))
+    assert read._named(math.exp) == ("name", "math.exp")
+    assert read._named(np.float32) == ("name", "numpy.float32")
+    assert read._named(np.dtype("float16")) == ("text", "float16")
+    kind, dtype, shape, _ = read.value(np.zeros((2, 3), np.float16))
+    assert (kind, dtype, shape) == ("array", "float16", (2, 3))
+    assert read._named(ir.IntType(8)) == ("text", "i8")
+    assert read._named(np.random.PCG64(1))[:2] == ("instance", "numpy.random._pcg64.PCG64")
+    with pytest.raises(program_digest.Unknown, match="no digest of Here "):
+        read._named(type("Here", (), {"__module__": __name__})())
+
+
 def test_all_functions_classes_and_methods_have_a_qualified_name():
     """`_named` may therefore leave any of these kinds out, which changes no digest."""
     kinds = (int, types.int32, ast.walk, len, np.exp, [].append, str.upper, "".join, Path.cwd)
@@ -242,6 +261,109 @@ def test_a_statement_without_effect_is_written_as_nothing(nothing):
         assert template(some) == template(none)
     bare = ast.parse("x: int").body[0]
     assert template(bare).text == ""
+
+
+def test_lambdas_of_one_line_have_definitions_of_their_own():
+    """By the positions of their code. An inner lambda is in the text of the outer one too."""
+    f, g, outer = (lambda a: a + 1), (lambda b: b * 2), (lambda c: (c, lambda d: c - d))
+    one, two, constant = (lambda: 1), (lambda: 2 + one()), (lambda x: x)  # one has no positions
+    wanted = {
+        f: "lambda a: a + 1", g: "lambda b: b * 2", outer: "lambda c: (c, lambda d: c - d)",
+        outer(1)[1]: "lambda d: c - d", two: "lambda: 2 + one()", constant: "lambda x: x",
+    }  # fmt: skip
+    for function, text in wanted.items():
+        assert ast.unparse(program_digest.definition(function.__code__)) == text
+
+
+def test_lambdas_that_cannot_be_told_apart_have_no_definition(monkeypatch):
+    nodes = [ast.parse(f"f(lambda: {n})").body[0].value.args[0] for n in (1, 2)]
+    code = SimpleNamespace(co_firstlineno=1, co_name="<lambda>")
+    monkeypatch.setattr(program_digest, "lines_of", lambda code: ())
+    monkeypatch.setattr(program_digest, "_functions", lambda lines: {(1, "<lambda>"): nodes})
+    node = nodes[0]
+    begin, end = (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)
+    within = (begin[0], end[0], begin[1], end[1])
+    cases = [
+        ([within], True),
+        ([within, within], True),
+        ([], False),
+        ([(None, None, None, None)], False),
+        ([(1, 1, 3, 3)], False),  # an instruction without a length
+        ([within, (1, 1, begin[1] - 1, end[1])], False),
+        ([within, (1, 1, begin[1], end[1] + 1)], False),
+    ]
+    for places, known in cases:
+        code.co_positions = lambda places=places: places
+        assert (program_digest.definition(code) is node) == known
+        assert known or program_digest.definition(code) is None
+
+
+def test_kernels_of_one_function_differ_by_all_that_they_are_compiled_for():
+    def function(X, n):
+        X[n] = n
+
+    def renamed(Y, m):
+        Y[m] = m
+
+    usual = device.array_type(1), types.int32
+
+    def kernel(*how, of=function, types_=usual, **more):
+        return device.Kernel(of, types_, *how, **more)
+
+    plain = kernel(32, 0)
+    others = [
+        kernel(32, 0, types_=(device.array_type(2), types.int32)),
+        kernel(32, 0, types_=(device.array_type(1), types.int64)),
+        kernel(64, 0),
+        kernel(32, 64),
+        kernel(32, 0, min_blocks=2),
+    ]
+    for emulated in (False, True):
+        digests = [program_of(x, emulated=emulated).digest for x in (plain, *others)]
+        assert len(set(digests)) == len(digests)
+        same = program_of(kernel(32, 0, of=renamed), emulated=emulated).digest == digests[0]
+        assert same == (not emulated)  # accesses are counted by names
+
+
+def test_a_function_is_written_without_its_name_decorators_and_default_values():
+    def written(text):
+        node = ast.parse(text).body[0]
+        node = node.value if isinstance(node, ast.Expr) else node
+        return program_digest._template_of_function(node, frozenset("f"))
+
+    plain = written("def g(a, b, *, c): return f(a)")
+    for text in (
+        "def h(a, b, *, c): return f(a)",
+        "@f\ndef g(a, b, *, c): return f(a)",
+        "@f(1)\n@f\ndef g(a, b=f, *, c=f(1)): return f(a)",
+    ):
+        assert written(text) == plain
+    assert [x.names for x in plain.references] == [("f",)]
+    assert written("lambda a, b=f, *, c=1: a") == written("lambda a, b, *, c: a")
+
+
+def test_values_of_every_kind_count_with_their_kind():
+    def value(x):
+        return program_digest._readers[False].value(x)
+
+    partial = functools.partial(math.pow, 2.0, y=3)
+    assert value(partial) == (
+        "partial", ("name", "math.pow"), ("tuple", (), ("float", "2.0")),
+        ("dict", (("str", "'y'"), ("int", "3"))),
+    )  # fmt: skip
+    of = types.NamedTuple([types.int32, types.float32], namedtuple("Pair", "a b"))
+    assert value(of) == ("record", ("a", "b"), ("type", "int32"), ("type", "float32"))
+    assert value(types.float32) == ("type", "float32")
+    assert value((1, [2.0])) == ("tuple", (), ("int", "1"), ("list", (), ("float", "2.0")))
+    assert value({3, 1}) == ("set", ("int", "1"), ("int", "3"))
+    assert value(math) == ("module", "math")
+    assert value(np.float32(2)) == ("float32", "2.0")
+    known = {"f": 7}
+    exec("def outer(a):\n    def inner(): return a, f, len, nowhere\n    return inner", known)
+    outside = program_digest._outside(known["outer"](5))
+    assert outside == {"a": 5, "f": 7, "len": len}
+    # A function takes what its inner functions take, except its own variables.
+    assert program_digest._taken(known["outer"].__code__) == {"f", "len", "nowhere"}
 
 
 def test_nodes_of_a_text_are_closed():

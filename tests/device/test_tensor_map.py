@@ -1,10 +1,13 @@
 """What NVVM is told about the tensor maps among a kernel's arguments."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 from llvmlite import ir
+from numba import types
 
+from fa_numba.device import tensor_map
 from fa_numba.device.tensor_map import _MAP, MapModel, MapType
 
 INTEGER, MAP = ir.IntType(32), _MAP.as_pointer()
@@ -40,3 +43,15 @@ def test_a_tensor_map_is_a_constant_of_the_grid_by_value(arguments):
     assert re.findall(r"^!nvvm.annotations = .*", text, re.MULTILINE) == [
         f"!nvvm.annotations = !{{ !{of_kernel} }}"
     ]
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_kernels_argument_has_the_map_the_shape_and_the_steps(ends, monkeypatch):
+    made, ty = [], SimpleNamespace(ndim=4, ends=ends)
+    monkeypatch.setattr(tensor_map.StructModel, "__init__", lambda *given: made.append(given))
+    tensor_map.TiledModel("manager", ty)
+    ((_, manager, of, members),) = made
+    integers = [("shape", types.UniTuple(types.int64, 4))]
+    integers += [("steps", types.UniTuple(types.int64, 3))] * ends
+    assert (manager, of) == ("manager", ty) and members[1:] == integers
+    assert members[0][0] == "map" and isinstance(members[0][1], tensor_map.MapType)

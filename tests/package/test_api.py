@@ -442,6 +442,15 @@ def test_plans_and_counts_have_one_line_and_tables():
         f"tiles {p.tiles.Br} x {p.tiles.Bc}, kernels: fa1_forward>"
     )
     assert p._repr_html_().count("<table>") == 2
+    html = p._repr_html_()
+    heads = ("kernel", "grid", "threads", "shared memory, bytes")
+    for names in (heads, ("array", "elements loaded", "elements stored")):
+        assert f"<tr>{''.join(f'<th>{name}</th>' for name in names)}</tr>" in html
+    (k,) = p.kernels
+    cells = "".join(f"<td>{x}</td>" for x in (k.grid, k.threads, f"{k.shared_bytes:,}"))
+    assert f"<tr><th>{k.name}</th>{cells}</tr>" in html
+    totals = f"<td>{p.accesses.total_loads:,}</td><td>{p.accesses.total_stores:,}</td>"
+    assert f"<tr><th>all</th>{totals}</tr>" in html
     for name in ("K", "O"):
         moved = [getattr(p.accesses, of).get(name, 0) for of in ("loads", "stores")]
         cells = "".join(f"<td>{number:,}</td>" for number in moved)

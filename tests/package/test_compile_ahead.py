@@ -49,14 +49,38 @@ def test_a_plan_of_the_emulator_is_for_hopper(built):
     assert built == [("fa2_forward", (9, 0))]
 
 
-def test_a_plan_that_cannot_be_pickled_is_compiled_here(built, monkeypatch):
+@pytest.mark.parametrize("error", [AttributeError, TypeError, ValueError, pickle.PicklingError])
+def test_a_plan_that_cannot_be_pickled_is_compiled_here(built, monkeypatch, error):
     def dumps(plan):
-        raise pickle.PicklingError("a local function")
+        raise error("a local function")
 
     monkeypatch.setattr(ahead.pickle, "dumps", dumps)
     monkeypatch.setattr(ahead, "_compile_one", None)
     assert ahead.compile_ahead(plans(), jobs=2) == (1, 0)
     assert built == [("fa2_forward", (8, 0))]
+
+
+def test_several_processes_compile_the_kernels(built, monkeypatch):
+    """The stand-in for a pool of processes notes how many there are and runs their work."""
+    used = []
+
+    class Pool:
+        def __init__(self, jobs, context):
+            used.append((jobs, context.get_start_method()))
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        map = staticmethod(map)
+
+    monkeypatch.setattr(ahead, "ProcessPoolExecutor", Pool)
+    found = [*plans(algorithm="fa1"), *plans()]
+    assert ahead.compile_ahead(found, jobs=3) == (2, 0) and used == [(2, "spawn")]
+    assert sorted(name for name, _ in built) == ["fa1_forward", "fa2_forward"]
+    assert ahead.compile_ahead(found, jobs=3) == (0, 2) and len(built) == len(used) + 1
 
 
 def test_nothing_can_be_stored_without_a_folder(built, monkeypatch):

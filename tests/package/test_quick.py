@@ -30,7 +30,7 @@ CHANGES = {
     "fa_numba/host/binding.py": {
         "tests/host/test_launch_cache.py", "tests/host/test_recorded_launches.py",
         "tests/kernels/test_calls.py", "tests/host/test_limits.py",
-        "tests/package/test_caches.py",
+        "tests/package/test_caches.py", "tests/host/test_operands.py",
     },
     "fa_numba/parts/wgmma/pipeline.py": {
         "tests/kernels/test_compile.py", "tests/kernels/test_wgmma_emulated.py",
