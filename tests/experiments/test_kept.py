@@ -1,14 +1,17 @@
 """Counts that are taken from the store while a run would be by the same kernels and code."""
 
+import ast
 import io
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
+import fa_numba
 from experiments import block_sparse, io_vs_seqlen, profile, timeline
 from experiments.lab.measure.series import row_fields
 from experiments.lab.measure.workloads import one_head
@@ -18,7 +21,7 @@ from experiments.lab.record.store import EMULATOR, MODEL, Row, Store
 from experiments.lab.run import runner
 from fa_numba import device, emulator
 from fa_numba.choices.requests import Choices, Request
-from fa_numba.device import cuda, float32
+from fa_numba.device import cuda, float32, program_digest
 from fa_numba.host import planning
 from fa_numba.kernels.simt import softmax
 from fa_numba.problem import Problem
@@ -153,6 +156,14 @@ def test_other_code_counts_again(counting, change):
     assert state.state == "outdated" and len(state.why) == 1
     assert counting() == [32, 64] and counting() == []
     assert outdated.state(Store(counting.csv.parents[2]), NAME, EMULATOR).state == "current"
+
+
+def test_counts_of_unknown_code_are_of_unknown_state(counting):
+    counting()
+    where = Store(counting.csv.parents[2]), NAME, EMULATOR
+    for entry in ({}, {"rows": "1"}, {"rows": "1", "ran": None}, "none"):
+        counting.json.write_text(json.dumps(counting.about | {kept.ENTRY: entry}))
+        assert outdated.state(*where).state == "unknown"
 
 
 REQUEST = Request(Choices("fa2", unit="simt", tiles=Tiles(32, 32)), one_head(64, 16), True, 232448,
@@ -308,6 +319,77 @@ def test_a_request_with_a_function_of_the_caller_has_no_text():
     assert ran.encoded(replace(REQUEST, problem=problem)) == ran.encoded("text") == ""
 
 
+def test_other_kernels_have_the_digests_of_their_machine():
+    """Those of the emulator are of the functions that emulate intrinsics."""
+    plan = fa_numba.plan((1, 1, 64, 16), (1, 1, 64, 16), algorithm="fa1")
+    for kernel, further in [
+        (plan.launched[0], set()),
+        (softmax.make_safe_softmax(), {"fa_numba.host.softmax"}),
+    ]:
+        found = []
+        for machine, emulated in ((EMULATOR, True), ("nvidia-h200", False)):
+            program = program_digest.program_of(kernel, emulated=emulated)
+            each = ran._launches({kernel: None}, {}, machine)
+            assert each["kernels"] == [f"{kernel.name} {program.digest}"]
+            assert set(each["modules"]) == program.modules | further
+            found.append(program.digest)
+        assert found[0] != found[1]
+        # A kernel that a stored request launches is in the request's line.
+        assert "kernels" not in ran._launches(plan.launched, {plan.asked: None}, EMULATOR)
+
+
+def test_sources_are_the_bytes_and_places_of_python_files_and_tables(tmp_path, monkeypatch):
+    monkeypatch.setattr(ran, "PACKAGE", tmp_path / "fa_numba")
+    files = {"fa_numba/a.py": "1", "fa_numba/b/c.csv": "2", "experiments/d.py": "3"}
+
+    def digest(changed):
+        for path in tmp_path.rglob("*.*"):
+            path.unlink()
+        for name, text in (files | changed).items():
+            if text:
+                (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+                (tmp_path / name).write_text(text)
+        return kept.sources()
+
+    changes = [
+        {"fa_numba/a.py": "2"},
+        {"fa_numba/b/c.csv": "3"},
+        {"experiments/d.py": "4"},
+        {"experiments/d.py": ""},
+        {"experiments/d.py": "", "experiments/e.py": "3"},
+        {"experiments/d.py": "", "experiments/b/d.py": "3"},
+        {"fa_numba/a.py": "", "fa_numba/a.csv": "1"},
+    ]
+    assert len({digest({}), *map(digest, changes)}) == len(changes) + 1
+    assert digest({"fa_numba/a.md": "words", "figures/f.csv": "4"}) == digest({})
+
+
+def test_launches_that_a_plan_no_longer_makes_are_named(plans_anew):
+    text = ran.encoded(REQUEST)
+    line = ran._line(ran.plan_again(REQUEST), True)
+    assert ran._changed_plan(text, line, True) == []
+    assert ran._changed_plan(text, f"{line}, another 123", True) == ["what fa2 fwd launches"]
+    kernel, launches = line.split(", ")
+    renamed = f"old{kernel}, {launches}"
+    assert ran._changed_plan(text, renamed, True) == []
+    other = f"{kernel}0, {launches}"
+    assert ran._changed_plan(text, other, True) == ["fa2_forward of fa2 fwd"]
+    (why,) = ran._changed_plan("Request(", line, True)
+    assert why.startswith("a plan that cannot be made any more (")
+
+
+def test_the_line_of_a_plan_says_all_that_its_launches_depend_on():
+    shapes = ((1, 1, N, 16) for N in (64, 96))
+    plan, other = (fa_numba.plan(x, x, algorithm="fa1", tiles=Tiles(16, 16)) for x in shapes)
+    changes = [{name: 7} for name in ("split_rows", "kv_splits", "score_unit")]
+    changes += [{name: getattr(other, name)} for name in ("workspace", "launches")]
+    changes += [{"outputs": ()}, {"updated": ("K",)}]
+    for emulated, further in ((True, [{"uncounted": ()}]), (False, [])):
+        plans = [plan, *(replace(plan, **change) for change in (*changes, *further))]
+        assert len({ran._line(each, emulated) for each in plans}) == len(plans)
+    assert ran._line(replace(plan, uncounted=()), False) == ran._line(plan, False)
+
+
 # --- code without words -----------------------------------------------------------------------
 
 MODULE = """
@@ -363,12 +445,22 @@ two # no comment\"\"\"
         ("one\ntwo", "one\nother", True),
         ("# no comment", "", True),
         ('"three"', '"four"', True),
+        ("    if given:", "    check_all(x)\n    if given:", False),
+        ("    if given:", "    part._check_all(x)\n    if given:", False),
+        ("    if given:", "    recheck_all(x)\n    if given:", True),
     ],
 )
 def test_a_digest_is_of_a_program_without_words(old, new, changes):
     assert old in MODULE
     before, after = map(code_digest.of_text, (MODULE, MODULE.replace(old, new)))
     assert (before != after) == changes
+
+
+def test_the_normal_form_of_a_program_is_what_it_was():
+    """Another one gives all code another digest: all recordings would count as outdated."""
+    data = Path(__file__).parents[1] / "data"
+    made = code_digest.of_text((data / "normal_form.py.txt").read_text("utf-8"))
+    assert made.splitlines() == (data / "normal_form.txt").read_text("utf-8").splitlines()
 
 
 def test_files_have_a_digest_by_their_places(tmp_path):
@@ -478,6 +570,8 @@ def test_an_experiments_code_is_what_measure_reaches(reached):
         ("lab/measure/series", '"words"', '"other words"'),
         ("lab/measure/series", "size: int", "size: LABELS"),
         ("lab/show/style", "return x", "return 2 * x"),
+        ("lab/measure/series", "class", "class Other:\n    Taken.x = 1\n\n\nclass"),
+        ("lab/measure/series", "class", "def other():\n    Taken.x = 1\n\n\nclass"),
     ],
 )
 def test_words_and_what_is_not_reached_have_no_part(reached, file, old, new):
@@ -487,6 +581,19 @@ def test_words_and_what_is_not_reached_have_no_part(reached, file, old, new):
         assert reached("one", REPOSITORY["one"], text) == reached()
         return
     assert reached(file, old, new) == reached()
+
+
+def test_a_module_that_is_imported_by_its_whole_name_is_reached(reached, monkeypatch):
+    """Of the module only the names that are used."""
+    names = set(reached())
+    text = REPOSITORY["one"].replace(
+        "from .lab.measure import calls", "import experiments.lab.measure.calls as calls"
+    )
+    assert text != REPOSITORY["one"]
+    monkeypatch.setitem(REPOSITORY, "one", text)
+    assert set(reached()) == names
+    assert reached("lab/measure/calls", "return 1", "return 2") == reached()
+    assert reached("lab/measure/calls", "run(N)", "run(N + 1)") != reached()
 
 
 def test_all_of_a_module_that_a_function_imports_is_reached(reached, monkeypatch):
@@ -539,6 +646,92 @@ def test_a_module_is_left_without_sentences_that_nothing_uses(value, left_out):
     with_it = code_digest.of_text(f"{used}NAME = {value}\n")
     assert (with_it == code_digest.of_text(used)) == left_out
     assert code_digest.of_text(f"{used}NAME = {value}\nrun(NAME)\n") != code_digest.of_text(used)
+
+
+@pytest.mark.parametrize(
+    ("value", "left_out"),
+    [
+        ("x + 1", True),
+        ("f'{run(x)}'", True),
+        ("sorted(x)", True),
+        ("run(x)", False),
+        ("[run(x)]", False),
+        ("(y := 1)", False),
+        ("(yield)", False),
+        ("(await x)", False),
+        ("(yield from x)", False),
+        ("lambda: 1", False),
+    ],
+)
+def test_a_function_is_left_without_values_that_nothing_uses(value, left_out):
+    texts = [f"def f(x):\n    {line}\n    return x\n" for line in (f"name = {value}", "pass")]
+    bodies = [code_digest.of_text(text.replace("pass", "...")) for text in texts]
+    assert (bodies[0] == bodies[1]) == left_out
+
+
+def test_a_module_is_left_without_imports_that_nothing_uses():
+    used = "import a\nrun(a)\n"
+    for unused in ("import b\n", "from b import c, d\n", "from b import *\nimport e.f as g\n"):
+        assert code_digest.of_text(unused + used) == code_digest.of_text(used)
+    both = "from a import b, c\nrun(b)\n"
+    assert code_digest.of_text(both) == code_digest.of_text("from a import b\nrun(b)\n")
+
+
+@pytest.mark.parametrize(
+    ("statement", "names"),
+    [
+        ("a = b.c + d", {"b", "d", "a"}),
+        ("def f(a, b=c): d = a; return d + e", {"c", "e"}),
+        ("def f(a):\n    global g\n    def h(): return a + i\n    return h() + g", {"i", "g"}),
+        ("x = [y for y in z if y > w]", {"x", "z", "w"}),
+        ("f = lambda a: a + b", {"f", "b"}),
+        ("class A(B):\n    c = 1\n    def d(self): return e", {"B", "e"}),
+    ],
+)
+def test_which_global_names_a_statement_reads(statement, names):
+    found = code_digest._global_names(ast.parse(statement).body[0])
+    assert names - {"a", "x", "f"} <= found <= names
+
+
+@pytest.mark.parametrize(
+    ("statement", "names"),
+    [
+        ("x = y + z", set()),
+        ("x += y", {"x"}),
+        ("x.a = y", {"x"}),
+        ("x[y] = z", {"x"}),
+        ("del x[y]", {"x"}),
+        ("x.a[y].b = z", {"x", "y"}),
+        ("x.a(y, z)", {"x", "y", "z"}),
+        ("x", {"x"}),
+        ("for x in y, z: pass", {"y", "z"}),
+        ("for x in y: z = x", {"y"}),
+        ("if x: y.append(z)", {"y", "z"}),
+        ("while x.a[y]: z += 1", {"z"}),
+        ("with x as y: z = x.a", set()),
+    ],
+)
+def test_which_values_a_statement_may_change(statement, names):
+    assert set(code_digest._changed(ast.parse(statement).body[0])) == names
+
+
+def test_a_module_without_a_file_has_no_digest(tmp_path, monkeypatch):
+    assert code_digest.of_module("experiments.no_such_module") == ""
+    monkeypatch.setattr(code_digest, "REPOSITORY", tmp_path)
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    for path in ("a/__init__.py", "a/b/__init__.py", "a/c.py"):
+        (tmp_path / path).write_text(f"run('{path}')\n")
+    digests = {code_digest.of_module(name) for name in ("a", "a.b", "a.c")}
+    assert len(digests) == 3 and all(len(digest) == 16 for digest in digests)
+    assert code_digest.path_of("a.c") == tmp_path / "a" / "c.py"
+    assert code_digest.path_of("a.d") is None and code_digest.of_module("a.d") == ""
+
+
+@pytest.mark.parametrize("kind", ["def", "async def", "class"])
+def test_names_within_a_function_or_class_are_not_the_modules(kind):
+    inner = "(x):\n    inner = x\n" if kind != "class" else ":\n    inner = 1\n"
+    (statement,) = ast.parse(f"{kind} outer{inner}").body
+    assert list(code_digest._bound(statement)) == ["outer"]
 
 
 def test_words_of_the_host_and_of_parts_change_nothing():
@@ -606,3 +799,11 @@ def test_what_is_kept_is_written_in_alphabetical_order(tmp_path, turn):
     text = path.read_text()
     assert text == json.dumps(json.loads(text), indent=2, sort_keys=True) + "\n"
     assert '"c": 2' in text
+
+
+def test_what_is_kept_says_when_and_at_which_commit_it_was_counted(tmp_path):
+    store, about = Store(tmp_path), {"commit": "1", "date": "2026-01-02", "dirty": True}
+    store.path("standing_in", EMULATOR).parent.mkdir(parents=True)
+    kept.keep(store, "standing_in", about | {"machine": "m"}, {"code": {}})
+    found = store.provenance("standing_in", EMULATOR)[kept.ENTRY]
+    assert found == about | {"ran": {"code": {}}, "rows": kept.digest([])}

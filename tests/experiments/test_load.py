@@ -2,12 +2,14 @@
 
 import collections
 import math
+import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import experiments
-from experiments.lab.record import FIGURES, Store
+from experiments.lab.record import FIGURES, Store, frames
 from experiments.lab.record.store import COLUMNS
 
 # What else identifies a row of one sweep, beside the quantity that varies.
@@ -81,3 +83,35 @@ def test_without_pandas_there_are_columns(monkeypatch):
     assert isinstance(experiments.load("speed"), dict)
     with pytest.raises(ImportError, match=r"pip install '\.\[data\]', or pass frame=False"):
         experiments.load("speed", frame=True)
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+def test_a_column_without_rows_is_empty(name):
+    assert frames._array(name, []).shape == (0,)
+
+
+@pytest.mark.parametrize("installed", [True, False])
+@pytest.mark.parametrize("frame", [True, False, None])
+def test_a_frame_needs_pandas(frame, installed, monkeypatch):
+    """The stand-in for pandas notes which columns may be empty."""
+
+    class Frame:
+        def __init__(self, columns):
+            self.columns = columns
+
+        def astype(self, kinds):
+            self.kinds = kinds
+            return self
+
+    pandas = SimpleNamespace(DataFrame=Frame) if installed else None
+    monkeypatch.setitem(sys.modules, "pandas", pandas)
+    monkeypatch.setattr(frames.importlib.util, "find_spec", lambda name: pandas)
+    if frame and not installed:
+        with pytest.raises(ImportError, match=r"needs pandas; run pip install '\.\[data\]'"):
+            experiments.load("loop_order", frame=frame)
+        return
+    found = experiments.load("loop_order", frame=frame)
+    if installed and frame is not False:
+        assert found.kinds == {"Br": "Int64", "Bc": "Int64", "n": "Int64"}
+        found = found.columns
+    assert len(found["value"]) > 0

@@ -64,6 +64,25 @@ def test_history_has_the_commit_that_is_checked_out():
     assert head.stdout.strip() in origins.history()
 
 
+def test_history_is_of_the_repository_wherever_the_process_runs(tmp_path, monkeypatch):
+    def git(*words):
+        who = ("-c", "user.name=n", "-c", "user.email=e")
+        done = subprocess.run(("git", *who, *words), cwd=tmp_path, capture_output=True, text=True)
+        return done.stdout.split()
+
+    monkeypatch.setattr(origins, "REPOSITORY", tmp_path)
+    try:
+        git("init")
+    except OSError:
+        pytest.skip("no git")
+    with pytest.raises(subprocess.CalledProcessError):
+        origins.history()
+    for message in "ab":
+        git("commit", "--allow-empty", "-m", message)
+    commits = git("log", "--format=%H")
+    assert len(commits) == 2 and origins.history() == set(commits)
+
+
 def test_clocks_are_said_in_words():
     assert provenance.clocks({"clocks": CLOCKS}, "ring") == (
         "While the GPU was busy with the experiment `ring`, the SM clock was 1095 to 1980 MHz "

@@ -29,7 +29,7 @@ from experiments.lab.record import (
     recorder,
     registry,
 )
-from experiments.lab.record.options import FIGURES, Options
+from experiments.lab.record.options import FIGURES, Bench, Options
 from experiments.lab.record.store import MODEL, Row, Store
 from experiments.lab.run import origin, runner
 from experiments.lab.show import recordings_page, report
@@ -238,6 +238,36 @@ def test_loops_of_one_label_are_told_apart(tmp_path):
     # Without regard to what may differ in a run of the same.
     assert begun(of | {"date": "later"}).finish(complete=True)[GPU].measured == 2
     assert not begun({"commit": 2}).finish(complete=True)
+
+
+def test_a_bench_says_how_many_items_are_stored_if_any_is(tmp_path):
+    def left():
+        said = []
+        made = recorder.Recorder(Store(tmp_path), NAME, lambda m: {"id": "a"})
+        found = Bench(say=said.append, recorder=made).left("ab", "timing")
+        return made, found, said
+
+    assert Bench(say=None).left("ab", "timing") == [("", "a"), ("", "b")]
+    made, found, said = left()
+    assert [item for _, item in found] == ["a", "b"] and said == []
+    for item in made.each(found):
+        if item == "b":
+            break
+    assert left()[1:] == ([found[1]], ["  timing: 1 of 2 are stored already"])
+
+
+def test_dates_and_commits_of_runs():
+    def said(*runs):
+        known = ({"date": date, "commit": n and n * 40, "dirty": False} for date, n in runs)
+        return provenance.dates_and_commits([{k: v for k, v in x.items() if v} for x in known])
+
+    assert said() == said((None, None)) == "undated, commit unknown"
+    assert said(("2026-01-02", "a"), ("2026-01-01", "a")) == "2026-01-02, commit aaaaaaa"
+    two = said(("2026-01-02", "b"), ("2026-01-01", "a"))
+    assert two == "2026-01-01 to 2026-01-02, 2 commits: bbbbbbb, aaaaaaa"
+    same = said(("2026-01-02", "b"), ("2026-01-02", "a"))
+    assert same == "2026-01-02, 2 commits: bbbbbbb, aaaaaaa"
+    assert said(("2026-01-02", "b"), (None, "a")).startswith("2026-01-02 to undated, 2 commits")
 
 
 def test_a_footnote_names_the_commits_of_the_rows_that_are_drawn():

@@ -5,14 +5,25 @@ import json
 import math
 import re
 import resource
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from experiments import speed_bf16, speed_fp16
 from experiments.lab.record import published_numbers, registry
-from experiments.lab.record.options import FIGURES
+from experiments.lab.record.options import FIGURES, Options
 from experiments.lab.record.recorder import Recorder
-from experiments.lab.record.store import COLUMNS, Row, Store, StoreError, dump, impossible
+from experiments.lab.record.store import (
+    COLUMNS,
+    MODEL,
+    Row,
+    Store,
+    StoreError,
+    dump,
+    impossible,
+    naming,
+)
 from experiments.lab.show import report
 
 
@@ -226,6 +237,72 @@ def test_a_recordings_text_does_not_depend_on_the_order_of_its_facts(tmp_path, t
     recorder.finish(complete=True)
     text = store.path("speed", report.MACHINE, ".json").read_text()
     assert text == json.dumps(json.loads(text), indent=2, sort_keys=True) + "\n"
+
+
+def test_what_is_wrong_with_a_file_is_said_with_its_path(tmp_path):
+    """A file in the place of a folder is named, if that is what is wrong."""
+    file = tmp_path / "file"
+    file.touch()
+    inside, denied = str(file / "x.csv"), str(tmp_path / "x.csv")
+    folder = f"{file} is a file, but must be a folder; move it away"
+    for error, says in [
+        (NotADirectoryError(20, "not a folder", inside), folder),
+        (PermissionError(13, "denied", inside), "denied"),
+        (NotADirectoryError(20, "not a folder", denied), "not a folder"),
+        (ValueError("no number"), "no number"),
+    ]:
+        with pytest.raises(StoreError, match=re.escape(says)) as found, naming(file):
+            raise error
+        assert (folder in str(found.value)) == (says == folder)
+
+
+def test_numbers_of_numpy_are_kept_and_recorded(tmp_path):
+    recorder = Recorder(Store(tmp_path), "speed", provenance)
+    for item in recorder.each(recorder.left([1], "N")):
+        recorder.add(row(value=np.float32(12.5), n=np.int64(item), p20=None, p80=None))
+    again = Recorder(Store(tmp_path), "speed", provenance)
+    assert again.left([1], "N") == []
+    again.finish(complete=True)
+    (found,) = Store(tmp_path).read("speed", report.MACHINE)
+    assert (found.value, found.n) == (12.5, 1)
+
+
+@pytest.mark.parametrize("complete", [True, False])
+@pytest.mark.parametrize("adds", [True, False])
+@pytest.mark.parametrize("machine", [report.MACHINE, MODEL])
+def test_which_stored_rows_are_replaced(machine, adds, complete, tmp_path):
+    """All, if a run is complete. A run that adds replaces the rows of the model alone."""
+    store = Store(tmp_path)
+    source = "model" if machine == MODEL else "measured"
+    record(store, [row(machine=machine, source=source, seqlen_q=512)])
+    recorder = Recorder(store, "speed", provenance, adds=adds)
+    recorder.add(row(machine=machine, source=source))
+    recorder.finish(complete=complete)
+    lengths = sorted(each.seqlen_q for each in store.read("speed", machine))
+    everything = machine == MODEL if adds else complete
+    assert lengths == [4096] if everything else [512, 4096]
+
+
+@pytest.mark.parametrize(
+    ("choice", "admitted"),
+    [
+        ({}, True),
+        ({"seqlens": (64, 4096)}, True),
+        ({"seqlens": (512,)}, True),
+        ({"seqlens": (64,)}, False),
+        ({"head_dims": (64,)}, True),
+        ({"head_dims": (128,)}, False),
+        ({"causal": (False,)}, True),
+        ({"causal": (True,)}, False),
+        ({"tiles": ((64, 64), (64, 128))}, True),
+        ({"tiles": ((128, 64),)}, False),
+        ({"seqlens": (4096,), "head_dims": (64,), "causal": (True, False)}, True),
+    ],
+)
+def test_which_rows_the_users_choices_admit(choice, admitted):
+    each = row(seqlen_q=512, Br=64, Bc=128)
+    assert Options(**choice).admits(each) == admitted
+    assert Options(**choice).admits(replace(each, source="published"))
 
 
 def test_published_figures_are_whole():

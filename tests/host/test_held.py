@@ -1,11 +1,13 @@
 """Arrays that a caller's function uses keep the values that they had when it was given."""
 
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from helpers import random_inputs
-from stand_in_device import aligned, no_gpu_but_its_driver
+from stand_in_device import Array, Dlpack, aligned, no_gpu_but_its_driver
 from stand_in_torch import Tensor, fa_numba_torch, no_torch_but_its_names
 
 import fa_numba
@@ -72,6 +74,16 @@ def test_a_small_array_is_copied(kind):
     memory[...] = -1
     assert np.array_equal(values_of(function)["x"], right)
     held.check({"score_mod": function})
+
+
+@pytest.mark.parametrize("further", [0, 1])
+def test_an_array_of_a_mebibyte_is_copied_and_a_larger_one_is_watched(further):
+    x = np.zeros(held.COPIED_BYTES + further, bool)
+    function = held.holding("score_mod", lambda s, b, h, i, j: s + x[j])
+    assert (values_of(function)["x"] is x) == bool(further)
+    x[0] = True
+    with pytest.raises(ValueError) if further else nullcontext():
+        held.check({"score_mod": function})
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "int32"])
@@ -154,6 +166,17 @@ def test_a_plan_keeps_its_block_mask():
     assert p.accesses == want.accesses
 
 
+@pytest.mark.parametrize("kind", [lambda x: x, lambda x: x.T, lambda x: x[::-1, ::2]])
+@pytest.mark.parametrize("dtype", ["float16", "float32", "int32"])
+def test_the_interface_of_an_array_describes_its_memory(kind, dtype):
+    """NumPy's ``__array_interface__`` has the same fields as ``__cuda_array_interface__``."""
+    x = kind(GRID.astype(dtype))
+    found = held._interface(operand("x", x, (dtype,)))
+    view = np.asarray(SimpleNamespace(__array_interface__=found))
+    assert view.dtype == x.dtype and view.strides == x.strides and np.array_equal(view, x)
+    assert not view.flags.writeable and np.shares_memory(view, x)
+
+
 # --- with torch --------------------------------------------------------------------------------
 
 
@@ -213,9 +236,38 @@ def test_tensors_in_a_block_mask(attention):
         gradients(attention, lambda: all_lens.copy_(new), block_mask=masks[1], **options)
 
 
+def test_a_small_tensor_on_the_host_is_copied_as_an_array(attention):
+    x = Tensor.of(np.full((2, 3), 1.5, np.float32))
+    function = held.holding("score_mod", lambda s, b, h, i, j: s + x[0, j])
+    x.copy_(Tensor.of(np.zeros((2, 3), np.float32)))
+    kept = values_of(function)["x"]
+    assert type(kept) is np.ndarray and (kept == 1.5).all()
+
+
 def test_a_small_tensor_on_a_gpu_is_copied_there(attention):
     x = Tensor.of(aligned((2, 3), "float32", 1.5, gpu=0))
     function = held.holding("score_mod", lambda s, b, h, i, j: s + x[0, j])
     x.copy_(Tensor.of(np.zeros((2, 3), np.float32)))
     kept = values_of(function)["x"]
     assert kept.is_cuda and (kept.values == 1.5).all() and not x.values.any()
+
+
+class OfGpu(Dlpack):
+    """Memory of a GPU that offers the DLPack protocol, a shape and a dtype."""
+
+    def __init__(self, values):
+        super().__init__(values)
+        self.shape, self.dtype = values.shape, values.dtype
+
+
+@pytest.mark.parametrize("kind", [Array, OfGpu])
+def test_a_small_array_of_no_known_library_on_a_gpu_is_copied_there(kind):
+    with no_gpu_but_its_driver() as gpu, devices.using("gpu"):
+        values = aligned((2, 3), "float32", 1.5)
+        x = kind(values)
+        function = held.holding("score_mod", lambda s, b, h, i, j: s + x[0, j])
+        kept = values_of(function)["x"]
+        values[...] = 0
+        # Other streams may read the copy at once.
+        assert [step[0] for step in gpu.log] == ["wait", "to host", "to gpu", "wait"]
+        assert np.array_equal(kept.copy_to_host(), np.full((2, 3), np.float32(1.5)))

@@ -17,6 +17,7 @@ from fa_numba.dtypes import E4M3
 from fa_numba.host import arrays, quantizing
 from fa_numba.host.arrays import operand
 from fa_numba.kernels.simt import quantize as kernels
+from fa_numba.problem import MAX_SEQLEN
 
 SHAPE = (2, 3, 130, 32)
 HALF_STEP = 2.0**-4  # the largest relative error of a normal e4m3 number
@@ -155,6 +156,23 @@ def test_what_is_refused(x, how, error, says):
         fa_numba.quantize(x, **how)
 
 
+def test_an_array_may_have_so_many_rows_and_heads(monkeypatch):
+    """The launch, which would take long, is left out."""
+    monkeypatch.setattr(quantizing.launch_cache, "run_and_keep", lambda *_, **__: ["x", "scale"])
+    monkeypatch.setattr(quantizing.placement, "check_steps", lambda *_: None)
+    monkeypatch.setattr(quantizing, "_as_float8", lambda given, array: array)
+    number = np.zeros(1, np.float16)
+
+    def run(heads, rows):
+        return fa_numba.quantize(np.broadcast_to(number, (1, heads, rows, 16)))
+
+    assert run(65535, 1)[0] == run(1, MAX_SEQLEN)[0] == "x"
+    with pytest.raises(ValueError, match=f"x must have at most {MAX_SEQLEN} rows per head"):
+        run(1, MAX_SEQLEN + 1)
+    with pytest.raises(ValueError, match="heads of x must be at most 65535 .*got 65536"):
+        run(65536, 1)
+
+
 def test_older_gpus_are_refused(monkeypatch):
     monkeypatch.setattr(devices, "compute_capability", lambda: (8, 0))
     with pytest.raises(ValueError, match="compute capability 8.9 or newer, .* got 8.0"):
@@ -194,6 +212,19 @@ def test_a_replayed_call_takes_its_own_seed(kept):
         assert len(kept) == 1
         fa_numba.quantize(x, "block")
         assert len(kept) == 2
+
+
+def test_a_call_with_another_argument_is_not_replayed(kept):
+    """Also if the array is the same one."""
+    with no_gpu_but_its_driver() as gpu:
+        gpu.runs = False
+        x = on_gpu(np.ones((1, 4, 4, 16), np.float32))
+        ways = [("tensor", None, "bhnd"), ("head", None, "bhnd"), ("block", None, "bhnd")]
+        ways += [("head", 5, "bhnd"), ("head", None, "bnhd")]
+        for _ in range(2):
+            for per, rotate, layout in ways:
+                fa_numba.quantize(x, per, rotate, layout=layout)
+        assert len(kept) == len(ways)
 
 
 def test_without_ml_dtypes_the_extra_is_named(monkeypatch):

@@ -113,6 +113,7 @@ REFUSED = [
         r"v_scale must have shape \(7, 2\), got",
     ),
     ({"v_scale": np.zeros((7, 2))}, TypeError, "v_scale must be float32, got float64"),
+    ({"v_new": "float32"}, TypeError, "v_new must have the dtype of k_new"),
     ({"same": True}, ValueError, "v_scale must not share memory with k_scale"),
     (
         {"pages": "float16"},
@@ -137,6 +138,8 @@ def test_what_is_refused(change, error, says):
     stored, scales = cache()
     new = rows(2, 1, "float16", 0)
     how = {"k_scale": scales[0], "v_scale": scales[1]}
+    if "v_new" in change:
+        new = [new[0], new[1].astype(change["v_new"])]
     if change.get("same"):
         how["v_scale"] = scales[0]
     if "pages" in change:

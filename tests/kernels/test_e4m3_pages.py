@@ -121,6 +121,10 @@ REFUSED = [
     ({"d": 48}, ValueError, "head_dim of q must be a multiple of 32 and at most 128 with pages of"),
     ({"unit": "wgmma"}, ValueError, "k_scale"),
     ({"algorithm": "fa1"}, ValueError, "block_table"),
+    *(
+        ({"askew": n}, ValueError, f"{'kv'[n]} must have rows that start at multiples of 16 bytes")
+        for n in (0, 1)
+    ),
 ]
 
 
@@ -131,6 +135,9 @@ def test_what_is_refused(change, error, says):
     d = change.get("d", 64)
     q = np.zeros((1, 2, 1, d), change.get("q", "float16"))
     pages = [np.zeros((4, 1, 16, d), numpy_dtype(E4M3)) for _ in range(2)]
+    if "askew" in change:
+        wide = np.zeros((4, 1, 16, d + 8), pages[0].dtype)
+        pages[change["askew"]] = wide[..., :d]
     if "v" in change:
         pages[1] = np.zeros(pages[1].shape, np.float16)
     given = {"block_table": [[0, 1]], "kv_lens": [20], "k_scale": 1.0}

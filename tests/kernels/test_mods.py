@@ -3,6 +3,8 @@ refused; kernels that they share. What they do to results is `test_calls`' too.
 """
 
 import ast
+import builtins
+import inspect
 import itertools
 import linecache
 import math
@@ -31,6 +33,7 @@ from fa_numba.emulator import EmulatorError, launch
 from fa_numba.host import planning
 from fa_numba.host.arrays import HOST
 from fa_numba.mods.allowed import STEPS
+from fa_numba.mods.evaluating import _modulo, _power
 from fa_numba.mods.needed import needed
 from fa_numba.mods.slopes import OF_MATH
 from fa_numba.options import FEATURES, Bound, Features
@@ -380,6 +383,18 @@ def test_statements_that_add_have_elements_on_their_left(name):
             assert all(isinstance(x.target, ast.Subscript) for x in added)
 
 
+def test_branches_that_assign_positions_are_joined():
+    """And no others: they decide which value a position has."""
+    positions = ["if i > j:", "    p2 = uint32(t1)", "else:", "    p2 = uint32(0)"]
+    others = ["if i > 0:", "    t1 = i", "else:", "    t1 = j"]
+    head, last = "def mod(i, j):", "add_global(p2)"
+    text, _ = needed(head, [*others, *positions, last], flat=True)
+    whole, _ = needed(head, [*others, *positions, last])
+    flat = [positions[1].strip(), positions[3].strip()]
+    written = [head, *(f"    {line}" for line in (*others, *flat, last))]
+    assert text.splitlines() == written and whole.count("if ") == 2
+
+
 # --- where Python raises -------------------------------------------------------------------------
 
 CORNERS = [0.0, -0.0, 1.0, -1.0, 2.5, -2.5, 1e3, 3e9, -3e9, 3e38, math.inf, -math.inf, math.nan]
@@ -455,6 +470,45 @@ def test_where_python_raises_a_kernel_and_the_reference_do_not(text):
                 np.testing.assert_allclose(np.float32(found), value, rtol=1e-6)
 
 
+@pytest.mark.parametrize("b", [0, 3, -4, 0.0, 2.5, -1.5, math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("a", [0, 7, -7, 0.0, 3.25, -3.25, 1e300, math.inf, -math.inf, math.nan])
+def test_a_remainder_of_the_reference_is_a_gpus(a, b):
+    """With finite numbers it is Python's. A GPU computes all others from the rounded quotient."""
+    if type(a) is type(b) is int and not b:
+        return
+    with np.errstate(all="ignore"):
+        found = _modulo(a, b)
+        if b and math.isfinite(a) and math.isfinite(b):
+            assert found == a % b and type(found) is type(a % b)
+            return
+        whole = np.floor(np.divide(a, b))
+        assert np.array_equal(found, a - float(whole) * b, equal_nan=True)
+
+
+@pytest.mark.parametrize("b", [2, -1.0, 0.5, -1.5, 3.0, math.inf])
+@pytest.mark.parametrize("a", [0, 3, -8, 0.0, 2.5, -2.5, math.inf])
+def test_a_power_of_the_reference_is_a_gpus(a, b):
+    """Powers of integers are Python's. Any other one is a float, which is NaN for a complex one."""
+    with np.errstate(all="ignore"):
+        found = _power(a, b)
+        if type(a) is type(b) is int:
+            assert found == a**b and type(found) is int
+        else:
+            wanted = np.power(np.float64(a), np.float64(b))
+            np.testing.assert_allclose(float(found), wanted, rtol=1e-12)
+            assert not isinstance(found, (int, complex))
+
+
+def test_the_text_of_a_written_function_can_be_looked_up():
+    """As a debugger and a traceback do."""
+    text = "def mod(a):\n    return float32(a)\n"
+    function = mods.function_of.__wrapped__(text)
+    name = function.__code__.co_filename
+    linecache.checkcache(name)
+    assert "".join(linecache.getlines(name)) == inspect.getsource(function) == text
+    assert function(0.5) == np.float32(0.5) and function.__globals__["math"] is math
+
+
 # --- what is refused -----------------------------------------------------------------------------
 
 
@@ -497,6 +551,7 @@ class Callable_:
 
 doubles, text = table.astype(np.float64), "slope"
 LINE = loop.__code__.co_firstlineno
+CONVERSIONS = ("abs", "int", "float", "bool")
 REFUSED = {
     "an attribute of a call": (lambda s, b, h, i, j: abs(s).real, r"abs\(s\)\.real, .* in a lam"),
     "an attribute that is no shape": (
@@ -515,6 +570,7 @@ REFUSED = {
     "float64": (lambda s, b, h, i, j: s + doubles[0, i], r"doubles \(an array of float64\)"),
     "a text": (lambda s, b, h, i, j: s + text, r"text \(a str\)"),
     "a long integer": (lambda s, b, h, i, j: s + (s > 4294967296), "constant 4294967296"),
+    "an integer of 32 bits": (lambda s, b, h, i, j: s + (i > 2147483648), "constant 2147483648"),
     "an index too few": (lambda s, b, h, i, j: s + table[i], r"\(where table has 2 axes\)"),
     "an index of -1": (lambda s, b, h, i, j: s + table[h, -1], "the negative index -1"),
     "a float as an index": (lambda s, b, h, i, j: s + steps[s], r"the index s \(not an integer\)"),
@@ -536,6 +592,100 @@ def test_what_a_kernel_cannot_say_is_refused(name):
     with pytest.raises(ValueError, match=f"^score_mod contains .*{message}") as refused:
         fa_numba.attention(q, k, v, score_mod=function)
     assert "test_mods.py, line " in str(refused.value) and "supports" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("lines", "says"),
+    [
+        ("return", "no return at its end, but `return`"),
+        ("x = s", "no return at its end, but `x = s`"),
+        ("x: int; return s", "`x: int`"),
+        ("steps[0] += 1; return s", r"`steps\[0\] \+= 1`"),
+        ("x = y = s; return x", "`x = y = s`"),
+        ("x, y = s; return x", r"an assignment to \(?x, y\)?"),
+        ("x, y = s, i, j; return x", r"an assignment to \(?x, y\)?"),
+        ("[x, y] = s, i; return x", r"an assignment to \[x, y\]"),
+        ("x, steps[0] = s, i; return x", r"an assignment to steps\[0\]"),
+        ("x = (s, i); return s", r"`\(s, i\)`"),
+        ("return s * math.nan_to_num", r"math\.nan_to_num"),
+        ("return s * steps.pi", r"steps\.pi"),
+        ("return s * s.pi", r"s\.pi"),
+        ("x = i; return s * x[0]", "an index of x"),
+        ("return s * abs(i)[0]", r"an index of abs\(i\)"),
+        ("return s * width[0]", r"an index of width \(not an array\)"),
+        ("return s * table.shape[2]", r"table\.shape\[2\] \(not an axis of table\)"),
+        ("return s * table.shape[-1]", r"table\.shape\[-1\] \(not an axis of table\)"),
+        ("return s * table.shape[i]", r"table\.shape\[i\] \(not an axis of table\)"),
+        ("return s * table.shape[0, 1]", r"table\.shape\[.*\(not an axis of table\)"),
+        ("return s * table[h, -2]", "the negative index -2"),
+        ("return s * table[h, i, j]", r"\(where table has 2 axes\)"),
+        ("return s * steps[i, j]", r"\(where steps has 1 axis\)"),
+        ("return s * i ** 5", r"i \*\* 5 \(integers with an exponent not 1 to 4\)"),
+        ("return s * i ** 0", r"i \*\* 0 \(integers with an exponent not 1 to 4\)"),
+        ("return s * i ** j", r"i \*\* j \(integers with an exponent not 1 to 4\)"),
+        ("return s @ i", r"the operator in s @ i"),
+        ("return s if s is i else 0", "the comparison in s is i"),
+        ("return s if i < j in steps else 0", "the comparison in i < j in steps"),
+        ("return unknown.exp(s)", r"unknown \(a name that is not defined"),
+        ("return s * unknown(i)", r"unknown \(a name that is not defined"),
+        ("return s + steps(i)", "a call of steps"),
+        ("return s + steps.sum(i)", r"a call of steps\.sum"),
+        ("return s + abs(i)(j)", r"a call of abs\(i\)"),
+        ("return s + 'a'", "the constant 'a'"),
+        ("return s + 1j", "the constant 1j"),
+    ],
+)
+def test_which_statements_and_expressions_are_refused(lines, says):
+    text = "def mod(s, b, h, i, j):\n" + "".join(f"    {x.strip()}\n" for x in lines.split(";"))
+    known = {"math": math, "steps": steps, "table": table, "width": width}
+    function = random_functions.function_of(text, known)
+    with pytest.raises(ValueError, match=f"^score_mod contains .*{says}.*which a kernel does not"):
+        mods.captured("score_mod", function)
+
+
+@pytest.mark.parametrize(
+    "expression",
+    ["table[h, +1]", "table[h, ~-3]", "table[h, -i + 9]", "table[h, -i]", "i ** 4", "s ** 5",
+     "table.shape[1]", "i ** 1", "-2147483647", "2147483647", "table[h][j]", "i ** 0.5"],
+)  # fmt: skip
+def test_which_expressions_are_not_refused(expression):
+    text = f"def mod(s, b, h, i, j):\n    return s + {expression}\n"
+    function = random_functions.function_of(text, {"table": table})
+    assert mods.captured("score_mod", function).mod.value.text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "allowed"),
+    [
+        *((x, {*(f"math.{name}" for name in (*OF_MATH, *STEPS)), *CONVERSIONS})
+          for x in ("s", "i", "s + i")),
+        ("s, i", {"math.pow", "min", "max"}),
+        ("s, s, s", {"min", "max"}),
+        ("steps", {"len"}),
+        *((x, set()) for x in ("*[s]", "s, *[i]", "x=s", "s, x=i", "")),
+    ],
+)  # fmt: skip
+def test_which_functions_are_called_with_which_arguments(arguments, allowed):
+    """Any function of math and any builtin, with both names that a function of math has."""
+    own = {name: value for name, value in vars(math).items() if callable(value)}
+    outside = [name for name, x in vars(builtins).items() if callable(x) and name not in own]
+    accepted = set()
+    for name in (*outside, *(f"math.{name}" for name in (*own, "min", "max", *CONVERSIONS))):
+        calls = {f"{name}({arguments})": {"math": math}}
+        if name.removeprefix("math.") in own:
+            calls[f"{name.removeprefix('math.')}({arguments})"] = own
+        for call, known in calls.items():
+            text = f"def mod(s, b, h, i, j):\n    return s + {call}\n"
+            function = random_functions.function_of(text, known | {"steps": steps})
+            try:
+                mods.captured("score_mod", function).mod.slope  # noqa: B018
+            except ValueError as error:
+                assert call.partition("(")[0] in str(error).partition(", which a kernel")[0] or (
+                    "steps" in str(error)
+                )
+            else:
+                accepted.add(name)
+    assert accepted == allowed
 
 
 @pytest.mark.parametrize("operator", ["&", "|", "^", "<<", ">>"])
