@@ -9,14 +9,14 @@ from operator import attrgetter
 from typing import Any
 
 from experiments import claims as measured
-from experiments import decode, memory_hierarchy, runtime_memory
+from experiments import decode, memory_hierarchy, numerics, runtime_memory
 from experiments.lab.measure import peers
 from experiments.lab.record import Row
 from fa_numba import io_model
 from fa_numba.problem import Problem
 
 from .evidence import Quantity, rows
-from .paper_figures import AT, DRAM, MEMORIES, MODEL, SOFTMAXES, TIMES
+from .paper_figures import AT, DRAM, FASTER_FA1, MEMORIES, MODEL, SOFTMAXES, TIMES
 
 from .paper_figures import exponents, memory, softmax_over_online, speed, training  # isort: skip
 from .questions import Pair, Pairs, declared, table
@@ -28,6 +28,8 @@ TILES = N // TILE
 # the softmax.
 UNFUSED = (peers.UNFUSED, peers.UNFUSED_MASKED)
 FLASH = {"FA-1": "fa1-simt", "FA-2": "fa2-simt"}
+# The series of each loop order in fp16. The faster grid of FA-1 counts.
+IN_FP16: dict[str, str | tuple[str, ...]] = {"FA-1": FASTER_FA1, "FA-2": "fa2-mma"}
 MORE, LESS, TWICE = Bounds(1, math.inf), Bounds(0, 1), Bounds(2, math.inf)
 
 
@@ -75,6 +77,18 @@ ONCE = 8e-9 * measured.LAYER.heads_q * measured.LAYER.seqlen_q * measured.LAYER.
 STANDARD = {"standard": (layer("standard-mma"), Bounds(17.35, 17.85))}
 
 
+def errors(*inputs: str) -> Pairs:
+    """Return the largest error of each loop order in fp32, and the error that claim C2 allows.
+
+    `inputs` are kinds of inputs, such as "normal" for inputs from N(0, 1).
+    """
+    return {
+        order: (rows("numerics", "head_dim", "place", "seqlen_q", series=series, dtype="float32",
+                     metric="max_error", place=inputs, source="measured"), Bounds(0, 1e-5))
+        for order, series in FLASH.items()
+    }  # fmt: skip
+
+
 def dropped(series: str) -> Quantity:
     """Return the accesses that dropout adds, divided by the elements of an N x N mask."""
     arrays = ("Q", "K", "V", "O", "L", "l", "m")
@@ -113,15 +127,16 @@ def growth(series: str, source: str) -> Quantity:
     return intensity("io_vs_seqlen", *at, source=source, series=series, unit="bytes").steps()
 
 
-def wide_over_narrow(**how: Any) -> Quantity:
-    """Return a number of FA-2's calls at d=128, divided by the same number at d=64.
+def wide_over_narrow(order: str, **how: Any) -> Quantity:
+    """Return a number of calls in fp16 at d=128, divided by the same number at d=64.
 
-    The rows are rows of times. The number is the time, unless `how` contains the entry "value": a
+    `order` is "FA-1" or "FA-2". Of several grids, the grid with the smaller number counts. The rows
+    are rows of times. The number is the time, unless `how` contains the entry "value": a
     function that computes another number from a row, such as the tile size. Other entries of `how`
     are columns that select rows, such as `pass_`.
     """
-    calls = partial(rows, "speed_fp16", "causal", "seqlen_q", series="fa2-mma",
-                    metric="time", **how)  # fmt: skip
+    calls = partial(rows, "speed_fp16", "causal", "seqlen_q", series=IN_FP16[order],
+                    metric="time", fold=min, **how)  # fmt: skip
     return calls(head_dim=128) / calls(head_dim=64)
 
 
@@ -173,15 +188,6 @@ def long_context(series: str) -> Quantity:
     return rows(measured.NAME, series=series, metric="memory", seqlen_q=measured.LONG)
 
 
-def standard_flops(row: Row) -> float:
-    """Return the FLOPs of standard attention (FA-1's Algorithm 0), in the forward pass.
-
-    The products take 4 N^2 d FLOPs a head. The softmax takes 4 N^2: each score is scaled, the
-    maximum is subtracted, the exponential is added to the sum, and P is divided by the sum.
-    """
-    return flops(row) + 4 * row.batch * row.heads_q * row.seqlen_q * row.seqlen_k
-
-
 def at_1024(series: str, **fields: Any) -> Quantity:
     """Return numbers of a series in float32 at N=1024, from the experiment `claims`.
 
@@ -190,25 +196,29 @@ def at_1024(series: str, **fields: Any) -> Quantity:
     return rows(measured.NAME, series=series, dtype="float32", seqlen_q=1024, **fields)
 
 
-def executed(series: str) -> Quantity:
-    """Return the executed FLOPs of a series at N=1024, by hardware counters.
+def executed(series: str, pass_: str) -> Quantity:
+    """Return the executed FLOPs of a series at N=1024 in one pass, by hardware counters.
 
     A multiply-add counts as two FLOPs.
     """
-    return at_1024(series, metric=tuple(measured.OPERATIONS),
+    return at_1024(series, pass_=pass_, metric=tuple(measured.OPERATIONS),
                    value=lambda row: (1 + (row.metric == "ffma")) * row.number)  # fmt: skip
 
 
-def gain(fused: str, pass_: str) -> Quantity:
+def gain(fused: str | tuple[str, ...], pass_: str) -> Quantity:
     """Return the speed of a fused series / the speed of torch's unfused attention.
 
-    With a causal mask, the faster way to hide scores counts.
+    If there are several fused series, the fastest series counts. With a causal mask, the faster way
+    to hide scores counts.
     """
     return speed(fused, pass_) / speed(UNFUSED, pass_)
 
 
-def won(lengths: str) -> Pairs:
+def won(lengths: str, *orders: str) -> Pairs:
     """Return ratios of times, unfused / fused attention, and the bounds that claim C9 allows.
+
+    `orders` are loop orders: "FA-1" or "FA-2". FA-2 includes torch's fused kernels. FA-1 has the
+    grid of the paper, with one thread block per batch entry and head.
 
     | `lengths` | sequence lengths | ratios that the claim allows |
     |---|---|---|
@@ -220,10 +230,13 @@ def won(lengths: str) -> Pairs:
     by = ("dtype", "head_dim", "batch", "pass_", "seqlen_q")
     times = partial(rows, "crossover", *by, causal=False, **TIMES)
     low, high, said = (0, 1023, Bounds(0, 1.15)) if lengths == "short" else (2048, math.inf, MORE)
-    compared = {
-        "our standard / FA-2": (("standard-mma", "standard-simt"), ("fa2-mma", "fa2-simt")),
-        "torch's unfused / fused": (("torch-unfused",), ("torch-fa2", "torch-efficient")),
-    }
+    ours = "standard-mma", "standard-simt"
+    compared: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {}
+    if "FA-1" in orders:
+        compared["our standard / FA-1"] = ours, ("fa1-mma", "fa1-simt")
+    if "FA-2" in orders:
+        compared["our standard / FA-2"] = ours, ("fa2-mma", "fa2-simt")
+        compared["torch's unfused / fused"] = ("torch-unfused",), ("torch-fa2", "torch-efficient")
     return {
         label: ((times(series=standard) / times(series=fused)).where(
             lambda *at: low <= at[-1] <= high), said)
@@ -231,16 +244,20 @@ def won(lengths: str) -> Pairs:
     }  # fmt: skip
 
 
-def over(standard: str | tuple[str, ...], causal: bool) -> Pair:
-    """Return FA-2's speed / standard attention's speed, and the range that a claim gives for it.
+def over(causal: bool, *orders: str) -> Pairs:
+    """Return a fused speed / standard attention's speed, and the range that claim C10 gives for it.
 
-    The speeds are those of long sequences in fp16. `standard` is the series of standard attention.
-    If there are several series, the fastest series counts.
+    The speeds are those of long sequences in fp16. `orders` are loop orders: "FA-1" or "FA-2".
+    FA-1 has its faster grid. Standard attention is torch's attention, with the faster way to hide
+    scores, and our standard attention.
     """
     calls = partial(rows, "speed_fp16", "pass_", *AT, metric="speed", pass_=("fwd", "fwd+bwd"),
                     seqlen_q=(4096, 8192, 16384), head_dim=(64, 128), causal=causal,
                     fold=max)  # fmt: skip
-    return calls(series="fa2-mma") / calls(series=standard), Bounds(2, 4)
+    standards = {"torch's unfused": UNFUSED, "our standard": "standard-mma"}
+    return {f"{order} / {label}": (
+        calls(series=IN_FP16[order]) / calls(series=standard), Bounds(2, 4))
+            for order in orders for label, standard in standards.items()}  # fmt: skip
 
 
 def longest(experiment: str, *series: str, **fields: Any) -> Quantity:
@@ -310,11 +327,15 @@ def accessed_at_128(fused: str) -> Quantity:
     return of(series=standard, dtype=unit) / of(series=fused, dtype=unit)
 
 
-def gain_of_unit(experiment: str, unit: str) -> Quantity:
-    """Return the speed of FA-2 / the speed of our standard attention on one unit, forward."""
+def gain_of_unit(experiment: str, unit: str, order: str) -> Quantity:
+    """Return the speed of FA-1 or FA-2 / the speed of our standard attention, forward.
+
+    `unit` is "simt" or "mma". `order` is "FA-1" or "FA-2". FA-1 has its faster grid.
+    """
     of = partial(rows, experiment, "head_dim", "causal", "seqlen_q", metric="speed", pass_="fwd",
-                 head_dim=(64, 128))  # fmt: skip
-    return of(series=f"fa2-{unit}") / of(series=f"standard-{unit}")
+                 head_dim=(64, 128), fold=max)  # fmt: skip
+    fused = (f"fa1-{unit}", f"fa1-{unit}-splits") if order == "FA-1" else f"fa2-{unit}"
+    return of(series=fused) / of(series=f"standard-{unit}")
 
 
 def beside_products(unit: str) -> Quantity:
@@ -327,19 +348,21 @@ def beside_products(unit: str) -> Quantity:
     return of(series=f"fa1-{unit}-splits") / of(series=f"fa2-{unit}-fa1-tiles")
 
 
-def in_regime(pass_: str, *lengths: int) -> Quantity:
-    """Return the speed of FA-2 on mma / the speed of torch's unfused attention, in fp16.
+def in_regime(order: str, pass_: str, *lengths: int) -> Pairs:
+    """Return a speed on mma / the speed of torch's unfused attention, and the ratio of claim C36.
 
-    Only the sequence lengths `lengths` are included.
+    The speeds are in fp16. `order` is "FA-1" or "FA-2". FA-1 has its faster grid. Only the sequence
+    lengths `lengths` are included.
     """
-    return gain("fa2-mma", pass_).where(lambda d, causal, N: N in lengths)
+    found = gain(IN_FP16[order], pass_).where(lambda d, causal, N: N in lengths)
+    return {f"{order} / torch's unfused": (found, TWICE)}
 
 
-def short_prefill() -> Quantity:
-    """Return the time of torch's unfused attention / FA-2's time, forward in fp16, N up to 512."""
+def short_prefill(series: str) -> Quantity:
+    """Return the time of torch's unfused attention / a fused time, forward in fp16, N up to 512."""
     times = partial(rows, "crossover", "head_dim", "batch", "seqlen_q", dtype="float16",
                     pass_="fwd", causal=False, **TIMES)  # fmt: skip
-    ratio = times(series="torch-unfused") / times(series="torch-fa2")
+    ratio = times(series="torch-unfused") / times(series=series)
     return ratio.where(lambda d, batch, N: N <= 512)
 
 
@@ -356,18 +379,50 @@ def near(said: float) -> Bounds:
     return Bounds(said / math.sqrt(10), said * math.sqrt(10))
 
 
-at_16k = partial(rows, "speed_fp16", "head_dim", series="fa2-mma", pass_="fwd", seqlen_q=16384,
-                 **TIMES)  # fmt: skip
+def causal_over_full(order: str) -> Quantity:
+    """Return the time of a call with a causal mask / the time of the same call without a mask.
+
+    `order` is "FA-1" or "FA-2". The calls are all calls in fp16 with both times. Of several grids,
+    the faster grid counts.
+    """
+    times = partial(rows, "speed_fp16", "pass_", "head_dim", "seqlen_q", series=IN_FP16[order],
+                    pass_=("fwd", "bwd"), fold=min, **TIMES)  # fmt: skip
+    return times(causal=True) / times(causal=False)
+
+
 # Experiments with FLOPs per DRAM byte. Their GPU must be that of `BALANCE`.
 ROOFLINES = ("memory_hierarchy", measured.NAME)
 PASSES = {"forward": "fwd", "backward": "bwd"}
 ENCODERS, LAYER_PARTS = ("BERT-base", "BERT-large", "GPT-2"), ("projections", "attention", "FFN")
 MIB = 2.0**20
 CACHES = {
+    "below 64 MiB": (0, decode.LARGE_BYTES),
     "64 to 256 MiB": (decode.LARGE_BYTES, 256 * MIB),
     "256 MiB to 1 GiB": (256 * MIB, 1024 * MIB),
     "1 GiB or more": (1024 * MIB,),
 }
+
+
+def smaller_blocks(pass_: str, *orders: str) -> Pairs:
+    """Return the area of a block at d=128 / its area at d=64, and the bounds of claim C19.
+
+    `orders` are loop orders: "FA-1" or "FA-2".
+    """
+    area = partial(wide_over_narrow, pass_=pass_, value=lambda row: float(row.Br * row.Bc))
+    return {f"{order}, block area at d=128 / at d=64": (area(order), Bounds(0, 0.99))
+            for order in orders}  # fmt: skip
+
+
+def more_time(pass_: str, *orders: str) -> Pairs:
+    """Return the time of a call at d=128 / the time at d=64, and the bounds of claim C19.
+
+    `orders` are loop orders: "FA-1" or "FA-2". FA-1 has its faster grid.
+    """
+    return {f"{order}, time at d=128 / at d=64": (
+        wide_over_narrow(order, pass_=pass_), Bounds(1.01, math.inf)) for order in orders
+    }  # fmt: skip
+
+
 IN_ORDERS: dict[str, Pairs] = {}
 for order, series in FLASH.items():
     half = series.replace("simt", "mma")
@@ -375,19 +430,27 @@ for order, series in FLASH.items():
         f"C3, {order}": {"standard": (round_trips("standard-simt"), 3.0),
                          order: (round_trips(series), 1.0)},
         f"C5, {order}": {f"{order}, GB": (layer(half), ONCE)},
+        f"C8, {order}": {"P, GB": (GB_OF_P, 4.3), **STANDARD, order: (layer(half), 0.27),
+                         f"standard / {order}": (layer("standard-mma") / layer(half), 65.0)},
+        f"C9, long, {order}": won("long", order),
+        f"C10, no mask, {order}": over(False, order),
+        f"C19, blocks, forward, {order}": smaller_blocks("fwd", order),
+        f"C19, time, backward, {order}": more_time("bwd", order),
         f"C27, {order}": {f"{order} at 2N / at N": (growth(series, "dram"), Bounds(1.15, math.inf)),
                           "standard at 2N / at N": (
                               growth("standard-simt", "dram"), Bounds(1 / 1.15, 1.15))},
         f"C29, {order}": {name: (over_blocks(name, source="dram").over(0), 1.0)
                           for name in (series, half)},
+        f"C35, {order}": {"gain in fp32 on CUDA cores / gain in fp16 on tensor cores": (
+            gain_of_unit("speed", "simt", order) / gain_of_unit("speed_fp16", "mma", order), LESS)},
+        f"C36, long prefill, {order}": in_regime(order, "fwd", 4096, 8192, 16384),
     }  # fmt: skip
 PAIRS: dict[str, Pairs] = IN_ORDERS | {
     "C1": {"share of equal elements": (
         rows("numerics", "place", "seqlen_q", series="softmax-online", metric="identical",
              dtype="float32", source="measured"), 1.0)},
-    "C2": {"largest error": (
-        rows("numerics", "series", "seqlen_q", series=tuple(FLASH.values()), metric="max_error",
-             dtype="float32", place="normal", source="measured"), Bounds(0, 1e-5))},
+    "C2, normal": errors(numerics.NORMAL),
+    "C2, outliers": errors(numerics.OUTLIERS, numerics.LARGE),
     "C3, N x N": {order: (counted(series, ("S", "P"), per=N * N, none=0.0), 0.0)
                   for order, series in FLASH.items()},
     "C4": {"elements": (accesses("standard-simt"), lambda d, N: 4.0 * N * (d + N))},
@@ -395,13 +458,8 @@ PAIRS: dict[str, Pairs] = IN_ORDERS | {
     **{f"C7, {part}": {f"{order} at 2N / at N": (growth_of_accesses(order, one), 2.0)
                        for order in FLASH}
        for part, one in (("one tile", True), ("several tiles", False))},
-    "C8": {"P, GB": (GB_OF_P, 4.3), **STANDARD, "FA-2": (layer("fa2-mma"), 0.27),
-           "standard / FA-2": (layer("standard-mma") / layer("fa2-mma"), 65.0)},
-    "C9, short": won("short"),
-    "C9, long": won("long"),
-    **{f"C10, {mask}": {"FA-2 / torch's unfused": over(UNFUSED, causal),
-                        "FA-2 / our standard": over("standard-mma", causal)}
-       for mask, causal in (("no mask", False), ("causal", True))},
+    "C9, short": won("short", *FLASH),
+    "C10, causal": over(True, *FLASH),
     "C11": SOFTMAXES,
     "C12": {"standard": (counted("standard-simt", ("S", "P"), "loads", per=N * N), 2.0),
             "FA-1": (counted("fa1-simt", "Q", "loads", per=N * D * TILES), 1.0),
@@ -421,18 +479,17 @@ PAIRS: dict[str, Pairs] = IN_ORDERS | {
     "C15": {"writes of O, K/V outer": (counted("fa1-simt", "O", "stores", per=N * D), float(TILES)),
             "reads of O, K/V outer": (counted("fa1-simt", "O", "loads", per=N * D), TILES - 1.0),
             "writes of O, Q outer": (counted("fa2-simt", "O", "stores", per=N * D), 1.0)},
-    "C16": {"tiles": tiles("fa2-simt", "K", causal=True)},
-    "C16, time": {"causal / not causal": (at_16k(causal=True) / at_16k(causal=False), 0.5)},
+    "C16": {"FA-1, tiles": tiles("fa1-simt", "Q", causal=True),
+            "FA-2, tiles": tiles("fa2-simt", "K", causal=True)},
+    "C16, time": {f"{order}, causal / not causal": (causal_over_full(order), 0.5)
+                  for order in FLASH},
     "C17": {f"{order} at 2N / at N": (
         training(series.replace("simt", "mma"), "plain", "memory", pass_="fwd+bwd").steps(), 2.0)
         for order, series in FLASH.items()},
     "C18": {f"{order}: additional accesses / N²": (dropped(series), 0.0)
             for order, series in FLASH.items()},
-    **{f"C19, blocks, {what}": {"block area at d=128 / at d=64": (
-        wide_over_narrow(pass_=pass_, value=lambda row: float(row.Br * row.Bc)), Bounds(0, 0.99))}
-       for what, pass_ in PASSES.items()},
-    **{f"C19, time, {what}": {"time at d=128 / at d=64": (
-        wide_over_narrow(pass_=pass_), Bounds(1.01, math.inf))} for what, pass_ in PASSES.items()},
+    "C19, blocks, backward": smaller_blocks("bwd", *FLASH),
+    "C19, time, forward": more_time("fwd", *FLASH),
     "C20": {f"{series}, block doubled": (
         over_blocks(series, source="model", unit="bytes").steps(), Bounds(0, 0.99))
             for series in ("fa1-simt", "fa1-mma", "fa2-simt", "fa2-mma")},
@@ -448,9 +505,9 @@ PAIRS: dict[str, Pairs] = IN_ORDERS | {
             **{f"{order} / standard": (long_context(series) / long_context("standard-mma"),
                                     Bounds(0, 0.01))
                for order, series in (("FA-1", "fa1-mma"), ("FA-2", "fa2-mma"))}},
-    "C25, FLOPs": {f"{order} / standard by formula": (
-        executed(series) / at_1024(series, metric="ffma", value=standard_flops),
-        Bounds(1, 1.15)) for order, series in FLASH.items()},
+    **{f"C25, FLOPs, {what}": {f"{order} / standard": (
+        executed(series, pass_) / executed("standard-simt", pass_), Bounds(1, 1.15))
+        for order, series in FLASH.items()} for what, pass_ in PASSES.items()},
     "C25, traffic": {f"standard / {order}": (
         at_1024("standard-simt", source="dram") / at_1024(series, source="dram"),
         Bounds(2, math.inf)) for order, series in FLASH.items()},
@@ -466,11 +523,15 @@ PAIRS: dict[str, Pairs] = IN_ORDERS | {
         "standard at 2N / at N": (growth("standard-simt", "model"), Bounds(1 / 1.15, 1.15))},
     "C28": {f"{label}, gain backward / gain forward": (
         gain(series, "bwd") / gain(series, "fwd"), MORE)
-            for label, series in (("our FA-2", "fa2-mma"), ("torch's FA-2", "torch-fa2"))},
+            for label, series in (("our FA-1", FASTER_FA1), ("our FA-2", "fa2-mma"),
+                                  ("torch's FA-2", "torch-fa2"))},
     "C30, standard": {"longest N: standard": (
         longest("runtime_memory", "torch-unfused", "standard-mma", pass_="fwd+bwd",
                 place=(runtime_memory.PLAIN, runtime_memory.ALONE)), 4096.0)},
-    "C30, FlashAttention": {
+    "C30, FA-1": {
+        "longest N: FA-1": (longest("runtime_memory", "fa1-mma", pass_="fwd+bwd", place="plain"),
+                            Bounds(2**20, math.inf))},
+    "C30, FA-2": {
         "longest N: FA-2": (longest("runtime_memory", "fa2-mma", "fa2-auto", pass_="fwd+bwd",
                                     place="plain"), Bounds(2**20, math.inf)),
         "FA-2, two GPUs": (longest("ring", "ring-kv"), Bounds(2**20, math.inf))},
@@ -495,11 +556,11 @@ PAIRS: dict[str, Pairs] = IN_ORDERS | {
         rows("io_vs_seqlen", "head_dim", "seqlen_q", series="standard-simt", source="dram",
              value=lambda row: 4.0 * row.batch * row.heads_q * row.seqlen_q**2)
         / memory("capacity", series="read-shared"), 1000.0)},
-    "C35": {"gain in fp32 on CUDA cores / gain in fp16 on tensor cores": (
-        gain_of_unit("speed", "simt") / gain_of_unit("speed_fp16", "mma"), LESS)},
-    "C36, long prefill": {"FA-2 / torch's unfused": (in_regime("fwd", 4096, 8192, 16384), TWICE)},
-    "C36, short prefill": {"torch's unfused / FA-2": (short_prefill(), Bounds(0, 1.15))},
-    "C36, training": {"FA-2 / torch's unfused": (in_regime("fwd+bwd", 1024, 2048, 4096), TWICE)},
+    "C36, short prefill": {
+        f"torch's unfused / {label}": (short_prefill(series), Bounds(0, 1.15))
+        for label, series in (("our FA-1", "fa1-mma"), ("torch's FA-2", "torch-fa2"))},
+    "C36, training": {label: pair for order in FLASH for label, pair in
+                      in_regime(order, "fwd+bwd", 1024, 2048, 4096).items()},
     **{f"C37, {name}": {f"{name}, ns": (latency(level), near(said))}
        for name, level, said in (("SRAM", "shared", 1.0), ("HBM", "DRAM", 100.0))},
 }  # fmt: skip
@@ -507,7 +568,7 @@ BESIDE: dict[str, Pairs] = {
     "C3, N x N": {"standard": (counted("standard-simt", ("S", "P"), per=N * N), 4.0)},
     "C5, FA-1": STANDARD,
     "C5, FA-2": STANDARD,
-    "C16": {"all": tiles("fa2-simt", "K")},
+    "C16": {"FA-1, all": tiles("fa1-simt", "Q"), "FA-2, all": tiles("fa2-simt", "K")},
     "C23": {"causal": tiles("fa2-simt", "K", causal=True)},
 }
 QUESTIONS = declared(PAIRS, BESIDE, {})

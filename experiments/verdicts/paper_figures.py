@@ -350,6 +350,20 @@ def rmse(over: str, under: str) -> Pair:
             theirs(method="Standard") / theirs(method="FlashAttention-2"))  # fmt: skip
 
 
+# FA-2's abstract says that FA-2 is around 2 times as fast as FA-1. Every pass is compared.
+PAIRS["fa2-words"] = {
+    f"FA-2 / FA-1, {words}": (speed("fa2-mma", pass_) / speed(FASTER_FA1, pass_), 2.0)
+    for words, pass_ in (("forward", "fwd"), ("backward", "bwd"), ("both", "fwd+bwd"))
+}
+CONTROL["fa2-words"] = divisor("fa2", "Fig. 7", "FlashAttention", "fwd+bwd", FASTER_FA1)
+# FA-3's abstract says that FA-3 reaches up to 740 TFLOP/s in fp16. The largest speed counts.
+PAIRS["fa3-words-speed"] = {
+    "our FA-2 on wgmma, largest speed": (
+        rows("speed_fp16", "head_dim", series=HOPPER, pass_="fwd", metric="speed",
+             fold=max).most(), 740.0)
+}  # fmt: skip
+
+
 FP8_GAIN, FP8_SPEED = 2.6, 1200.0  # said in the FA-3 paper's abstract; TFLOP/s
 
 
@@ -379,7 +393,7 @@ def decoding(experiment: str, series: str, method: str, first: int, last: int) -
     return part(ours), part(theirs)
 
 
-WHOLE = "claims", "fa2-mma", "FlashAttention v2.0.9"
+WHOLE = "decode", "fa2-mma", "FlashAttention v2.0.9"
 SPLIT = "decode", "fa2-mma-splits", "Flash-Decoding"
 
 

@@ -15,7 +15,16 @@ from experiments.lab.show.tables import Across, Table, markdown, span
 
 from . import rule
 from .evidence import Evidence, MissingRows, Quantity
-from .rule import NOT_COMPARABLE, NOT_MEASURED, REFUTED, TREND, DifferentGpus, Point, Published
+from .rule import (
+    NOT_COMPARABLE,
+    NOT_MEASURED,
+    REFUTED,
+    REPRODUCED,
+    TREND,
+    DifferentGpus,
+    Point,
+    Published,
+)
 
 # (our quantity, what is published). The second entry is a quantity, a number or bounds for all
 # places, or a function that takes the parts of a place and returns a number or bounds.
@@ -74,6 +83,12 @@ class Question:
     not_comparable : str
         What differs between our numbers and the published numbers, if they do not measure the same
         thing. The verdict is then "not comparable". Empty if they are comparable.
+    not_measured : str
+        What was not measured, if our numbers do not decide the question, or if the rows that decide
+        it do not exist. The verdict is then "not measured", unless our numbers reproduce the claim.
+    same_as : str
+        Name of another row that states the same fact. The row is then not counted in the numbers of
+        verdicts. Empty for every other row.
     pairs : mapping
         The numbers that are compared. Maps a label to a pair: our quantity, and the published
         quantity.
@@ -103,6 +118,8 @@ class Question:
     why_trend: str
     why_refuted: str
     not_comparable: str
+    not_measured: str
+    same_as: str
     pairs: Pairs
     beside: Pairs
     control: Pairs
@@ -124,7 +141,8 @@ class Question:
             divisor, equal = self._divisor(evidence)
             differs = self.not_comparable or ("" if equal else f"the divisors differ: {divisor}")
         except MissingRows as missing:
-            return Finding("", NOT_MEASURED, str(missing).partition(" with ")[0])
+            said = self.not_measured or str(missing).partition(" with ")[0]
+            return Finding("", NOT_MEASURED, said)
         except DifferentGpus as different:
             return Finding("", NOT_COMPARABLE, str(different))
         judged = rule.judge(self.kind, self.trend, points, beside)
@@ -139,6 +157,13 @@ class Question:
         if differs:
             return Finding("; ".join(words), NOT_COMPARABLE, differs)
         words += [divisor] if divisor else []
+        if judged.verdict != REPRODUCED and self.not_measured:
+            return Finding("; ".join(words), NOT_MEASURED, self.not_measured)
+        if judged.verdict == NOT_MEASURED:
+            low, high = zip(*(rule.ends(point.ours) for point in points), strict=True)
+            between = f"{min(low):{self.form}} and {max(high):{self.form}}"
+            said = f"by the ranges of the two numbers, the ratio is between {between}"
+            return Finding("; ".join(words), NOT_MEASURED, said)
         why = {TREND: self.why_trend, REFUTED: self.why_refuted}.get(judged.verdict, "")
         return Finding("; ".join(words), judged.verdict, why)
 
@@ -237,15 +262,18 @@ def table(questions: Sequence[Question], first: str, what: str) -> Across:
         lines, verdicts = [], []
         for q in questions:
             found = q.finding(evidence)
-            verdicts.append(found.verdict)
+            if not q.same_as:
+                verdicts.append(found.verdict)
             was = f" (before: {q.before or 'none'})" if q.before != found.verdict else ""
             verdict = f"**{found.verdict}**{was}" + (f": {found.reason}" if found.reason else "")
+            verdict += f" (the fact of the row {q.same_as}, counted there)" if q.same_as else ""
             data = ", ".join(f"[{name}]" for name in q.experiments)
             cells = [LINK.sub(r"[\1]", words) for words in (q.name, q.words, q.source)]
             cells += [q.there, q.here, f"{q.kind}, {q.trend}"]
             lines.append([*cells, found.number, verdict, data])
         body = markdown([*header, "experiment"], lines).replace("---:", "---")
-        return Table(rule.tally(verdicts, what), body)
+        repeated = [q.name for q in questions if q.same_as]
+        return Table(rule.tally(verdicts, what, repeated), body)
 
     return _across(questions, make)
 
@@ -274,12 +302,12 @@ def changed(questions: Sequence[Question]) -> Across:
 
     def make(evidence: Evidence) -> Table:
         found = [(q, q.finding(evidence)) for q in questions]
-        lines = [
-            [q.name, q.words, q.before or "none", after.verdict, q.why_changed or OTHER_NUMBERS,
-             after.number or after.reason]
-            for q, after in found
-            if q.before != after.verdict
-        ]  # fmt: skip
+        lines = []
+        for q, after in found:
+            if q.before != after.verdict:
+                why = q.why_changed or (OTHER_NUMBERS if q.before else NEW_ROW)
+                words = [q.name, q.words, q.before or "none", after.verdict, why]
+                lines.append([*words, after.number or after.reason])
         earlier = sum(bool(q.before) for q in questions)
         new = len(questions) - earlier
         caption = (
@@ -294,6 +322,7 @@ def changed(questions: Sequence[Question]) -> Across:
 
 
 OTHER_NUMBERS = "our numbers were recorded again"
+NEW_ROW = "the row is new in the table"
 
 
 def _across(questions: Sequence[Question], make: Callable[[Evidence], Table]) -> Across:

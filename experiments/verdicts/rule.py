@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 from typing import Any
 
@@ -28,6 +28,8 @@ least nine of ten points |
 agree |
 | **not comparable** | our number and the published number do not measure the same thing; the \
 table says what differs |
+| **not measured** | the numbers that the row needs are not recorded, or the recorded numbers do \
+not decide it; the table says which numbers |
 
 In the rule for the verdict "reproduced", "the setting" means the quantity, the precision, the \
 pass and the sizes.
@@ -64,6 +66,11 @@ rule for verdicts tests the divisor if a paper gives the divisor's speed on an H
 counts as an H100 here, because both have 132 equal multiprocessors; only their memories differ. \
 At nine of ten points, our divisor's speed must be within the factor 1.15 of the published speed. \
 Otherwise the verdict is "not comparable".
+- A measured ratio of two numbers decides nothing if the ranges of the two numbers overlap, and \
+the published ratio is within the factor 1.15 of 1, but does not tie with 1. Our measurement \
+then cannot tell the published ratio from a ratio of 1. If this is true at every point, the \
+verdict is "not measured".
+- A paper's size, bandwidth or speed of a GPU is comparable only with a number of the same GPU.
 - Numbers that were measured on different GPUs are never divided by each other. A question that \
 needs such a ratio gets the verdict "not comparable".
 - If a claim is true for some sizes, algorithms or masks only, the table has one row for each part \
@@ -73,7 +80,10 @@ within the bound. The allowed factor between our number and the published number
 to published ranges and bounds.
 - We check each claim about FlashAttention for the loop orders K/V outer and Q outer. If the \
 two loop orders get different verdicts on a claim, the table of claims has a row for each loop \
-order.
+order. In claims on times and speeds, FA-1 has the faster of its two grids if both were measured: \
+one thread block per batch entry and head, or query splits.
+- If two rows state the same fact, only one of them counts in the numbers of verdicts. The other \
+row refers to it.
 - If a published figure or claim has fewer than ten points, our trend must agree with \
 the published trend at all points. A claim in words with fewer than ten points is either \
 "reproduced" or "refuted"."""
@@ -218,7 +228,8 @@ class Judgement:
     Parameters
     ----------
     verdict : str
-        "reproduced", "trend only" or "refuted".
+        "reproduced", "trend only" or "refuted"; "not measured" if no point decides anything (see
+        `undecided`).
     within : sequence of bool
         For each point, whether our number is close enough to the published number.
     agreeing : sequence of bool
@@ -252,6 +263,7 @@ def judge(
     Returns
     -------
     Judgement
+        "not measured" if the trend is "size" and no point decides anything (see `undecided`);
         "reproduced" if all points are within the factor; "trend only" if at least nine of ten parts
         of the trend agree; else "refuted".
 
@@ -271,6 +283,8 @@ def judge(
         agreeing = [near or halfway(p) for near, p in zip(within, points, strict=True)]
     else:
         agreeing = within
+    if trend == "size" and points and all(undecided(point, factor) for point in points):
+        return Judgement(NOT_MEASURED, within, agreeing)
     verdict = REPRODUCED if all(within) else TREND if enough(agreeing) else REFUTED
     return Judgement(verdict, within, agreeing)
 
@@ -278,6 +292,18 @@ def judge(
 def enough(agreeing: Sequence[bool]) -> bool:
     """Return whether at least nine of ten points agree. The result is False without points."""
     return bool(agreeing) and sum(agreeing) >= MOST * len(agreeing)
+
+
+def undecided(point: Point, factor: float) -> bool:
+    """Return whether a measured ratio cannot tell the published ratio from a ratio of 1.
+
+    This is the case if our two numbers tie because their ranges overlap, and 1 is within `factor`
+    of the published ratio, but does not tie with it. A published range decides every point.
+    """
+    if isinstance(point.published, Bounds) or tied(point.published, 1.0):
+        return False
+    low, high = ends(point.ours)
+    return low < 1 < high and replace(point, ours=1.0).within(factor)
 
 
 def halfway(point: Point) -> bool:
@@ -363,8 +389,12 @@ def _in_shape(points: Iterable[Point], factor: float) -> list[bool]:
     return found
 
 
-def tally(verdicts: Iterable[str], what: str) -> str:
-    """Return a sentence with the number of questions for each verdict. `what` names the table."""
+def tally(verdicts: Iterable[str], what: str, repeated: Sequence[str] = ()) -> str:
+    """Return a sentence with the number of questions for each verdict.
+
+    `what` names the table. `repeated` are names of rows that repeat the fact of another row. The
+    verdicts do not include these rows, and a second sentence names them.
+    """
     found = list(verdicts)
     known = (REPRODUCED, TREND, REFUTED, NOT_COMPARABLE, NOT_MEASURED)
     shown = [
@@ -373,4 +403,13 @@ def tally(verdicts: Iterable[str], what: str) -> str:
         if name in found
     ]
     said = ", ".join([*shown[:-2], " and ".join(shown[-2:])])
-    return f"Of the {len(found)} verdicts in the table of {what}, {said}."
+    if not repeated:
+        return f"Of the {len(found)} verdicts in the table of {what}, {said}."
+    one = len(repeated) == 1
+    repeats = "which repeats a fact" if one else "which repeat facts"
+    row, are = ("row", "is") if one else ("rows", "are")
+    return (
+        f"Of the {len(found)} verdicts that are counted in the table of {what}, {said}. The table "
+        f"also contains {' and '.join(repeated)}, {repeats} of "
+        f"{'another' if one else 'other'} {row} and {are} not counted."
+    )
