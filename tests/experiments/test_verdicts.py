@@ -403,7 +403,7 @@ WITHOUT_FA1 = {
     **{f"C21, {part}": "decoding was measured with FA-2 only" for part in claims.CACHES},
     **{f"C26, {part}": "about the softmax alone" for part in ("ours", "torch's", "inside")},
     "C30, standard": "about standard attention",
-    **{f"C33, {part}": "the bytes of a fused layer do not depend on the loop order"
+    **{f"C33, {part}": "the closed form of a layer contains no loop order"
        for part in ("layer", "layer, fused", "parts, unfused", "parts, fused", "decoding")},
     "C34": "about standard attention",
     **{f"C37, {part}": "about memories of a GPU" for part in ("SRAM", "HBM")},
