@@ -204,6 +204,21 @@ def test_what_the_page_says_of_peers():
     assert said.format(*slower) in page
 
 
+def test_the_summary_counts_the_verdicts():
+    """The two paragraphs on verdicts have the numbers of the captions of the two tables."""
+    page = words_of("paper_repro.md")
+    for begin, caption in (
+        ("**The published figures.**", "verdicts in the table of published figures"),
+        ("**Claims in texts.**", "verdicts that are counted in the table of claims"),
+    ):
+        number, counts = re.search(rf"Of the (\d+) {caption}, (.*?)\.", page).groups()
+        counts = {word: n for n, word in re.findall(r'(\d+) are ("[a-z ]+")', counts)}
+        paragraph = page.partition(begin)[2].partition(" **")[0]
+        assert f"gives {number} verdicts on" in paragraph
+        said = re.findall(r'(\d+) (?:verdicts )?are ("[a-z ]+")', paragraph)
+        assert {word: n for n, word in said}.items() <= counts.items() and len(said) >= 3
+
+
 def test_the_summarys_other_numbers_are_those_of_the_tables():
     page = (ROOT / "paper_repro.md").read_text()
     summary = " ".join(page.partition("\n## Summary\n")[2].partition("\n## ")[0].split())
