@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -105,7 +105,7 @@ class Launch(Products):
 
     __slots__ = (
         "args", "arrays", "function", "kernel_function", "partition", "originals", "_random",
-        "_turns", "_whole", "_grid",
+        "_turns", "_whole", "_apart", "_grid",
     )  # fmt: skip
 
     def __init__(self, *args: Any) -> None:
@@ -119,6 +119,8 @@ class Launch(Products):
         # By thread: a random number of `schedule`, by which groups are divided in one thread block.
         self._turns = np.zeros(self.threads, np.int64)
         self._whole: dict[int, Group] = {}  # by number of thread blocks: the group of all lanes
+        # The groups of the last thread block with several groups, and how its threads are divided.
+        self._apart: tuple[bytes, list[Group]] = (b"", [])
         self.originals: dict[int, CodeType] = {}
         self._grid: Grid | None = None
 
@@ -284,10 +286,14 @@ class Launch(Products):
         several warpgroups is first divided into its warpgroups.
         """
         if self._mbarriers and self.threads > WARPGROUP and not self.partition.any():
-            self.partition[:] = np.arange(self.threads) // WARPGROUP
+            self.into_warpgroups()
             return
         lanes = parting.lanes if parting.lanes.size else group.everyone
         self.partition[group.tids[lanes]] = self.partition.max() + 1
+
+    def into_warpgroups(self) -> None:
+        """Make each warpgroup a group of its own in the thread blocks that begin from now on."""
+        self.partition[:] = np.arange(self.threads) // WARPGROUP
 
     def _grouped(self, blocks: int) -> list[Group]:
         """Return the groups of one thread block, or the single group of several thread blocks.
@@ -297,13 +303,28 @@ class Launch(Products):
         numbers = self.partition * TURNS + self._turns
         apart = dict.fromkeys(numbers.tolist()) if blocks == 1 else {}
         if len(apart) > 1:
-            return [Group(np.flatnonzero(numbers == n), self.block_shape) for n in apart]
+            return self._divided(numbers, apart)
         whole = self._whole.get(blocks)
         if whole is None:
             tids = np.arange(self.threads) + PITCH * np.arange(blocks)[:, None]
             whole = self._whole[blocks] = Group(tids.reshape(-1), self.block_shape)
         whole.begin()
         return [whole]
+
+    def _divided(self, numbers: np.ndarray, apart: Iterable[int]) -> list[Group]:
+        """Return the groups of a thread block whose threads have the group numbers `numbers`.
+
+        `apart` contains each number once. If the thread block before was divided in the same way,
+        its groups are used again. The thread blocks of a grid that synchronises do not share
+        groups, because they run at the same time.
+        """
+        division = numbers.tobytes()
+        if division != self._apart[0] or self._grid is not None:
+            groups = [Group(np.flatnonzero(numbers == n), self.block_shape) for n in apart]
+            self._apart = division, groups
+        for group in self._apart[1]:
+            group.begin()
+        return self._apart[1]
 
     def _run_groups(self, first: int, count: int) -> None:
         """Run `count` thread blocks from their beginning. The first one has the number `first`."""
@@ -562,6 +583,8 @@ def launch(
     context = Launch(extent, shape, shared_bytes, function.__name__, at_once)
     context.races, context.wraparound = races, wraparound
     context.lends = with_mbarriers
+    if with_mbarriers and _seed.get() is None:  # as the first thread block of an earlier launch
+        context.into_warpgroups()
     values = passed(context, function, args)
     track_owners(context.arrays, 1 if races == "ignore" else prod(extent))
     context.trace = started(context, function)

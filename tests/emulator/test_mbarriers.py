@@ -77,7 +77,11 @@ def begin(bars, first, second=0):
 
 
 def test_warpgroups_run_apart_from_the_first_mbarrier_on(monkeypatch):
-    """A thread block begins again before it has stored anything, and always runs alone."""
+    """The first thread block of the first launch begins again, before it has stored anything.
+
+    A later launch of the same code begins with the warpgroups apart. The thread blocks always run
+    alone.
+    """
 
     def made():
         def kernel(out):
@@ -105,11 +109,11 @@ def test_warpgroups_run_apart_from_the_first_mbarrier_on(monkeypatch):
 
     monkeypatch.setattr(emulator.run.Launch, "_part", noted_part)
     monkeypatch.setattr(emulator.run.Launch, "_run_together", noted_together)
-    for times in (1, 2):
+    for _ in range(2):
         out = np.zeros((2, 256), np.float32)
         counts = launch(made(), 256, out, grid=2)
         assert out.all() and counts.stores["out"] == out.size
-        assert stored == [0] * times and tried == [(1, 2)]
+        assert stored == [0] and tried == [(1, 2)]
 
 
 # --- phases ----------------------------------------------------------------------------------
