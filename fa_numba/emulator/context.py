@@ -25,7 +25,7 @@ from .lanes import Mask
 from .local_memory import LocalArray
 from .namespace import Namespace, element_type
 from .progress import Progress
-from .shared_memory import SharedArray, SharedBuffer
+from .shared_memory import SharedArray, SharedBuffer, spares
 from .source_lines import assigned_name, source_line
 from .trace import Trace
 
@@ -80,8 +80,8 @@ class Context(Active):
     """
 
     __slots__ = (
-        "grid", "block_shape", "shared_bytes", "kernel", "block", "block_number", "clock", "base",
-        "starts", "seen", "warps", "journal", "additions", "trace", "sites",
+        "grid", "block_shape", "shared_bytes", "kernel", "block", "block_number", "began", "clock",
+        "base", "starts", "seen", "warps", "journal", "additions", "trace", "sites",
         "_cuda", "_codes", "_statics", "_dynamics", "_pool", "_tiles", "_clocks", "_accesses_left",
         "_rows", "_row_of", "_numbered", "_instructions", "_warps_active", "races", "reports",
         "progress", "_until_tick", "discards", "constants",
@@ -96,7 +96,7 @@ class Context(Active):
         self.warps = -(-self.threads // WARP)
         self.block: Index3 = (0, 0, 0)
         self.block_number = 1
-        self.clock = 0
+        self.began = self.clock = spares.clock
         # See `new_clocks`. `base`, `starts` and `seen` are the rows of the running thread blocks.
         self._clocks = self.new_clocks()
         self.base, self.starts, self.seen = self._clocks
@@ -651,7 +651,8 @@ class Context(Active):
 
     def _buffer(self, key: Any, length: int, element: np.dtype) -> SharedBuffer:
         if key not in self._pool:
-            self._pool[key] = SharedBuffer(self.at_once, length, self.readers, element)
+            blocks, readers = self.at_once, self.readers
+            self._pool[key] = spares.take(self.began, blocks, length, readers, element)
         return self._pool[key]
 
     def begin_blocks(self, first: int, count: int) -> None:

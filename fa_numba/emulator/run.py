@@ -43,6 +43,7 @@ from .mbarriers import MbarrierTile
 from .products import WARPGROUP, Products, Together
 from .progress import Progress
 from .rebind import Rebinder, diverging
+from .shared_memory import spares
 from .source_lines import source_line
 from .trace import asked_for, started
 
@@ -595,6 +596,7 @@ def launch(
             together = context.run(function, values)
         if at_once > 1 and not together:
             _one_by_one.add(function)
+        spares.keep(context._pool.values(), context.warps, context.clock)
     finally:
         if context._grid is not None:
             context._grid.end()

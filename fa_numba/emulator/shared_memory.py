@@ -22,6 +22,7 @@ same time, each has its own row in a buffer's arrays and its own `base`.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from .context import Context
 
 
+MOST_SPARE = 1 << 26  # most bytes of the spare buffers of a Python thread
 _INTEGERS = {size: np.dtype(f"i{size}") for size in (2, 4, 8)}  # by bytes
 
 
@@ -127,6 +129,69 @@ class SharedBuffer:
             Number of thread blocks that run at the same time.
         """
         self.written[:blocks] = UNWRITTEN
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """Return what two buffers have in common if one can take the place of the other."""
+        return *self.reads.shape, self.data.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Return the number of bytes of all arrays, without those of atomic operations."""
+        arrays = self.data, self.written, self.reads, self.touched, self.copiers, self.sites
+        return sum(array.nbytes for array in arrays)
+
+
+class Spares(threading.local):
+    """The buffers of ended launches, which later launches of the same Python thread use again.
+
+    New memory takes time, because the system fills it with zeros. A used buffer contains the stamps
+    of the reads of its last launch. A launch therefore begins with the clock at which the last
+    launch ended, so that these stamps are older than any stamp of the launch.
+
+    buffers   the buffers by `SharedBuffer.kind`; the one that was kept last is the last
+    clock     the clock at which the last launch ended that has left buffers
+    """
+
+    def __init__(self) -> None:
+        self.buffers: dict[tuple[Any, ...], SharedBuffer] = {}
+        self.clock = 0
+
+    def take(
+        self, began: int, blocks: int, length: int, warps: int, dtype: np.dtype
+    ) -> SharedBuffer:
+        """Return a buffer without written elements for a launch that began at the clock `began`.
+
+        If another launch has left buffers since then, a new buffer is returned. The other
+        parameters are those of `SharedBuffer`.
+        """
+        kind = blocks, warps, length, dtype if dtype.kind in "fc" else INT64
+        if began == self.clock and kind in self.buffers:
+            spare = self.buffers.pop(kind)
+            spare.clear(blocks)
+            return spare
+        return SharedBuffer(blocks, length, warps, dtype)
+
+    def keep(self, buffers: Iterable[SharedBuffer], warps: int, clock: int) -> None:
+        """Keep the buffers of a launch that has ended without an error at the time `clock`.
+
+        `warps` is the number of warps of a thread block. The oldest buffers are dropped if there
+        are too many bytes.
+        """
+        for buffer in buffers:
+            buffer.atomics = buffer.plain = None
+            if buffer.reads.shape[1] > warps:  # it has rows for marks of asynchronous reads
+                buffer.touched[:] = 0
+                buffer.reads[:, warps:] = 0
+            self.buffers.pop(buffer.kind, None)
+            self.buffers[buffer.kind] = buffer
+        self.clock = max(self.clock, clock)
+        size = sum(buffer.nbytes for buffer in self.buffers.values())
+        while size > MOST_SPARE:
+            size -= self.buffers.pop(next(iter(self.buffers))).nbytes
+
+
+spares = Spares()
 
 
 class SharedArray(Unconverted):
