@@ -157,6 +157,14 @@ class GlobalArray(Unconverted):
         self._root = self
         self.owners = Owners(0)
 
+    def release(self) -> None:
+        """Forget the array's views, so that the array and its views no longer refer to each other.
+
+        A launch calls this method at its end. The array cannot be used afterwards.
+        """
+        self._views.clear()
+        del self._root
+
     @property
     def first_byte(self) -> Any:
         """Return the distance in bytes from the beginning of the allocation to the first element.

@@ -156,6 +156,12 @@ class Rebinder:
                 continue
         return done
 
+    def release(self) -> None:
+        """Forget all values, so that the functions and the launch no longer refer to each other."""
+        for function in self._functions.values():
+            function.__globals__.clear()
+        self._known.clear()
+
     def value(self, value: Any, name: str = "") -> Any:
         """Return the replacement of `value`, a global or closure variable `name` of a kernel."""
         if value.__class__ in _PLAIN:

@@ -106,7 +106,7 @@ class Launch(Products):
 
     __slots__ = (
         "args", "arrays", "function", "kernel_function", "partition", "originals", "_random",
-        "_turns", "_whole", "_apart", "_grid",
+        "_turns", "_whole", "_apart", "_grid", "_rebinder",
     )  # fmt: skip
 
     def __init__(self, *args: Any) -> None:
@@ -127,7 +127,22 @@ class Launch(Products):
 
     def rebind(self) -> None:
         """Rewrite the kernel, and all functions that the kernel calls, for this launch."""
-        self.function = Rebinder(self).function(self.kernel_function)
+        self._rebinder = Rebinder(self)
+        self.function = self._rebinder.function(self.kernel_function)
+
+    def release(self) -> None:
+        """Free the memory of a launch whose results have been taken.
+
+        Arrays, functions and the launch refer to each other. Without this method, their memory
+        would be occupied until Python's garbage collector runs.
+        """
+        self._rebinder.release()
+        for array in self.arrays:
+            array.release()
+        for cls in Launch.__mro__:
+            for name in cls.__dict__.get("__slots__", ()):
+                if hasattr(self, name):
+                    delattr(self, name)
 
     def agree(self, value: Any) -> Any:
         """Return the value that all lanes have in common, as a single number.
@@ -603,7 +618,9 @@ def launch(
         context.end()
         context.progress.end()
         running.contexts.pop()
-    return _counted(context, context.arrays, uncounted)
+    counts = _counted(context, context.arrays, uncounted)
+    context.release()
+    return counts
 
 
 def _is_number(value: Any) -> bool:

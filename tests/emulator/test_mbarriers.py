@@ -23,6 +23,7 @@ from fa_numba.emulator import (
     SharedHazard,
     UninitialisedRead,
 )
+from fa_numba.emulator.groups import READY
 from fa_numba.intrinsics.bulk_copy import (
     add_bulk,
     commit_boxes,
@@ -80,7 +81,7 @@ def test_warpgroups_run_apart_from_the_first_mbarrier_on(monkeypatch):
     """The first thread block of the first launch begins again, before it has stored anything.
 
     A later launch of the same code begins with the warpgroups apart. The thread blocks always run
-    alone.
+    alone, and the next thread block uses the groups of the thread block before it again.
     """
 
     def made():
@@ -97,7 +98,8 @@ def test_warpgroups_run_apart_from_the_first_mbarrier_on(monkeypatch):
         return kernel
 
     part, together = emulator.run.Launch._part, emulator.run.Launch._run_together
-    stored, tried = [], []
+    divided = emulator.run.Launch._divided
+    stored, tried, groups = [], [], []
 
     def noted_part(self, *args):
         stored.append(len(self.journal))
@@ -107,13 +109,22 @@ def test_warpgroups_run_apart_from_the_first_mbarrier_on(monkeypatch):
         tried.append(args)
         return together(self, *args)
 
+    def noted_groups(self, *args):
+        found = divided(self, *args)
+        assert all(group.state == READY and group.run is None for group in found)
+        groups.extend(found)
+        return found
+
     monkeypatch.setattr(emulator.run.Launch, "_part", noted_part)
+    monkeypatch.setattr(emulator.run.Launch, "_divided", noted_groups)
     monkeypatch.setattr(emulator.run.Launch, "_run_together", noted_together)
     for _ in range(2):
         out = np.zeros((2, 256), np.float32)
         counts = launch(made(), 256, out, grid=2)
         assert out.all() and counts.stores["out"] == out.size
         assert stored == [0] and tried == [(1, 2)]
+        assert groups[0] is groups[2] and groups[1] is groups[3] and len(groups) == 4
+        groups.clear()
 
 
 # --- phases ----------------------------------------------------------------------------------

@@ -1,12 +1,17 @@
 """Launches use the shared memory of earlier launches again, and find only their own faults."""
 
+import gc
+
 import numpy as np
 import pytest
 
+import fa_numba
 from fa_numba import emulator
 from fa_numba.device import cuda, float32
 from fa_numba.emulator import SharedHazard, UninitialisedRead
-from fa_numba.emulator.shared_memory import Spares, spares
+from fa_numba.emulator.global_memory import GlobalArray
+from fa_numba.emulator.run import Launch
+from fa_numba.emulator.shared_memory import SharedArray, Spares, spares
 
 THREADS = 64
 FLOAT32 = np.dtype(np.float32)
@@ -107,3 +112,34 @@ def test_a_launch_with_an_error_leaves_no_buffers():
     with pytest.raises(SharedHazard):
         launch(turned, 0, False)
     assert not spares.buffers
+
+
+def with_modules():
+    """A call whose kernel takes device functions from modules."""
+    q = np.ones((1, 2, 5, 8), np.float32)
+    fa_numba.attention(q, q, q)
+
+
+def with_views():
+    def kernel(out):
+        out[0][cuda.threadIdx.x] = 1.0
+
+    emulator.launch(kernel, 1, 8, np.zeros((2, 8), np.float32))
+
+
+@pytest.mark.parametrize("call", [lambda: launch(turned, 3, True), with_modules, with_views])
+def test_a_launch_is_freed_at_its_end(call):
+    """By reference counts, before Python's garbage collector runs."""
+
+    def alive():
+        return sum(type(each) in (Launch, SharedArray, GlobalArray) for each in gc.get_objects())
+
+    call()
+    gc.collect()
+    before = alive()
+    gc.disable()
+    try:
+        call()
+        assert alive() == before
+    finally:
+        gc.enable()
