@@ -161,6 +161,7 @@ def test_a_library_that_is_missing_is_not_measured(monkeypatch, capsys):
         "flash-attn-4",
         "triton",
         "jax",
+        "nvidia-cudnn-frontend",
         "cudnn",
     }
 
