@@ -87,6 +87,8 @@ def forget(node):
     ``zip`` that it is of one length, which holds as long as nothing is wrong.
     """
     if isinstance(node, ast.Tuple) and isinstance(node.ctx, ast.Load) and len(node.elts) > 2:
+        if any(isinstance(each, ast.Slice) for each in node.elts):  # an index cannot be in brackets
+            return
         for n in range(len(node.elts)):
             yield node, ast.Tuple([*node.elts[:n], *node.elts[n + 1 :]], node.ctx)
     elif isinstance(node, ast.BoolOp):

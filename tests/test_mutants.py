@@ -399,6 +399,13 @@ def test_all_are_noticed(part):
     all_diagnosed([(site, wanted) for site, wanted, _ in diagnosed()[part::PARTS]])
 
 
+@pytest.mark.parametrize("text, count", [("(1, 2, 3)", 3), ("x[1, 2, 3]", 3), ("x[:, 1, 2]", 0)])
+def test_no_element_of_an_index_with_slices_is_left_out(text, count):
+    """An index with slices is a tuple that Python does not read in round brackets."""
+    nodes = ast.walk(ast.parse(text))
+    assert sum(1 for node in nodes for _ in mutants.forget(node)) == count
+
+
 def test_a_survivor_is_a_site_and_has_a_reason():
     assert all(survivors().values())
     assert rows().keys() <= listed().keys()
