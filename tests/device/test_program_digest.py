@@ -19,7 +19,7 @@ from numba import types
 
 import fa_numba
 from fa_numba import device
-from fa_numba.device import program_digest
+from fa_numba.device import launching, program_digest
 from fa_numba.device.front_end import without_repeats
 from fa_numba.device.program_digest import Unknown, program_of, template
 from fa_numba.host.planning import planned
@@ -513,6 +513,17 @@ def test_every_kernel_has_digests_and_they_tell_kernels_apart():
                     found.setdefault((emulated, digest), set()).add(kernel)
     assert len(found) > 80
     assert all(len(kernels) == 1 for kernels in found.values())
+
+
+def test_a_gpu_launch_that_no_record_keeps_is_collected(monkeypatch):
+    run, kernel = [], object()
+    monkeypatch.setattr(launching.select, "on_gpu", lambda: True)
+    monkeypatch.setattr(
+        launching.LaunchRecord, "run", lambda record, *given: run.append((record.kernels, given))
+    )
+    with device.launched_kernels() as launched:
+        launching._give(7, lambda record: record.kernels.append(kernel))
+    assert list(launched.kernels["gpu"]) == [kernel] and run == [([kernel], ((), 7))]
 
 
 def test_what_was_launched_is_collected():

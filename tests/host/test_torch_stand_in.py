@@ -529,3 +529,11 @@ def test_what_is_merged_without_a_gradient_keeps_nothing(torch):
     plain[0][1].tangent = plain[0][0]
     with pytest.raises(ValueError, match=r"outputs\[1\] has a tangent"):
         merge(*plain)
+
+
+def test_a_small_tensor_must_be_dense(torch):
+    """Lengths and block tables are copied to the host, which needs a dense tensor."""
+    lengths = np.array([3, 4], np.int32)
+    assert arrays.on_host("kv_lens", Tensor.of(lengths)).tolist() == [3, 4]
+    with pytest.raises(TypeError, match="kv_lens must be a dense tensor .*got layout sparse"):
+        arrays.on_host("kv_lens", Tensor.of(lengths, layout="sparse"))
