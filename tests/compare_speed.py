@@ -3,7 +3,7 @@
     python tests/compare_speed.py OTHER [--rounds N] [--only TEXT] [--csv FILE]
 
 OTHER is the folder of another source tree, for example a git worktree of an earlier revision. Each
-tree runs in a process of its own. In each round, both trees time the same call, one after the
+tree runs in a separate process. In each round, both trees time the same call, one after the
 other. They take turns at being first. In each round, the command computes the ratio *time in the
 other tree / time in this tree*. It prints the median ratio of each call, and the 20th and 80th
 percentile. Above 1, this tree is faster. If a tree refuses a call, the command prints the reason.

@@ -308,7 +308,7 @@ class Launch(Products):
         self.partition[group.tids[lanes]] = self.partition.max() + 1
 
     def into_warpgroups(self) -> None:
-        """Make each warpgroup a group of its own in the thread blocks that begin from now on."""
+        """Put each warpgroup of every later thread block into a separate group."""
         self.partition[:] = np.arange(self.threads) // WARPGROUP
 
     def _grouped(self, blocks: int) -> list[Group]:
