@@ -537,10 +537,10 @@ class WgmmaMasksBackwardSpec(WgmmaBackwardSpec):
     def rounds_before_ds(self) -> bool:  # type: ignore[override]
         """Whether dS is computed from P in 16 bits instead of P in float32.
 
-        This is the case for block masks and head dimensions above 64. The producer threads need
-        registers for the block mask, and dK and dV take many registers of the consumer threads.
+        This is the case for head dimensions above 64, because dK and dV then leave no registers for
+        P in float32.
         """
-        return self.panels > 1 and self.features.sparse
+        return self.panels > 1
 
     @property
     def ds_pipeline(self) -> Pipeline:

@@ -150,10 +150,6 @@ _MASKS_ALONE = Condition(
     "split",
     _masks_alone,
 )
-_CAUSAL_ALONE = Condition(
-    "no option but causal, one query head per K/V head, a column tile that is not split",
-    lambda call: _masks_alone(call) and not call.features.sparse,
-)
 _CAP = Condition(
     f"softcap, or alibi_slopes with a head_dim above {ADDED_BESIDE}, and no score_mod that keeps "
     "the scores for dS",
@@ -303,17 +299,6 @@ FA2_VARIANTS = (
         "'dropout 0.1')",
     ),
     Variant(
-        name="causal-128",
-        consumer="masks",
-        largest_dim=128,
-        takes=_CAUSAL_ALONE,
-        tiles=_LONG_TILE,
-        registers=(24, 240),
-        dq=Dq.FRAGMENTS,
-        why="P stays in float32 until dS, and the consumers need eight registers more; 1.01 times "
-        "as fast as with P in 16 bits, median over three N and both masks (trial 'P in float32')",
-    ),
-    Variant(
         name="masks-128",
         consumer="masks",
         largest_dim=128,
@@ -321,9 +306,8 @@ FA2_VARIANTS = (
         tiles=_LONG_TILE,
         registers=(40, 232),
         dq=Dq.FRAGMENTS,
-        why="producer threads with 24 registers would spill with a block mask, and dS is therefore "
-        "made of P in 16 bits; 1.08 times as fast as the kernel that it replaced, without a block "
-        "mask, median over N=512 to 16k (trial 'dQ by contiguous copies')",
+        why="as masks-64, with dS made of P in 16 bits; 1.08 times as fast as the kernel that it "
+        "replaced, median over N=512 to 16k (trial 'dQ by contiguous copies')",
     ),
     Variant(
         name="columns-128-slopes",

@@ -594,20 +594,22 @@ def _make_store_tiles(spec):
     """Make ``store_tiles(sdS, at, rdS, thread)``, which does the work of ``store_ds`` by the
     instruction ``stmatrix``.
 
-    One instruction stores 16 columns and 16 rows of S, in four tiles of 8 x 8 elements. The product
-    dK = dST Q takes the same four registers as its first operand.
+    One instruction stores four tiles of 8 columns and 8 rows of S.
     """
-    TILES, Bc = spec.TM // 2, spec.Bc
+    TN, TILES, Bc = spec.TN, spec.TM // 2, spec.Bc
 
     def store_tiles(sdS, at, rdS, thread):
-        # The column that this lane stores, within a tile, and the tile that it belongs to
-        line, number = uint32(4 * (thread.tx % 2) + thread.ty), uint32(thread.tx % 8 // 2)
-        column = uint32(GROUP_ROWS * thread.w + thread.tx // 8 * 8 + 8 * (number % 2) + line)
-        exchange = uint32(uint32(number // 2) ^ line)  # the copy engine's swizzle
+        line = uint32(4 * (thread.tx % 2) + thread.ty)  # the column of a tile that this lane stores
+        column = uint32(GROUP_ROWS * thread.w + thread.tx // 8 * 8 + line)
+        exchange = uint32(uint32(thread.tx % 8 // 2) ^ line)  # the copy engine's swizzle
         first = uint32(at + PANEL * column + 8 * exchange)
-        for n in range(0, TILES, 2):
-            place = uint32(uint32(first + PANEL * Bc * (n // 8)) ^ uint32(8 * (n % 8)))
-            stmatrix(sdS, place, rdS[n], rdS[TILES + n], rdS[n + 1], rdS[TILES + n + 1])
+        for j in range(TN):
+            for n in range(0, TILES, 4):
+                e = j * TILES + n
+                place = uint32(
+                    uint32(first + PANEL * (8 * j + Bc * (n // 8))) ^ uint32(8 * (n % 8))
+                )
+                stmatrix(sdS, place, rdS[e], rdS[e + 1], rdS[e + 2], rdS[e + 3])
         fence_async_proxy()
 
     return store_tiles
