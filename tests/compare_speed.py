@@ -9,6 +9,9 @@ other tree / time in this tree*. It prints the median ratio of each call, and th
 percentile. Above 1, this tree is faster. If a tree refuses a call, the command prints the reason.
 
 Before the first round, several processes compile the kernels of both trees.
+
+If torch is installed, the arrays are torch tensors. torch's allocator keeps the memory of earlier
+results. Without torch, each timed call also allocates memory for its results.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from __future__ import annotations
 import argparse
 import csv
 import gc
+import importlib.util
 import json
 import math
 import os
@@ -31,7 +35,10 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
-ROUNDS, REPEATS, COMPILERS = 5, 5, 8
+ROUNDS, COMPILERS = 5, 8
+# In each round, a call is repeated for WARMUP milliseconds, and then timed for TIMED milliseconds.
+# The warm-up brings the GPU's clock back to the value that it has under load.
+WARMUP, TIMED, FEWEST = 40, 40, 3
 
 
 @dataclass(frozen=True)
@@ -128,8 +135,12 @@ def prepared(call: Call) -> Any:
 
     def array(heads: int, N: int, first: int) -> Any:
         shape = (call.batch, heads, N, call.d)
-        made = np.resize(_numbers()[first:], shape)
-        return fa_numba.device.to_gpu(made.astype(call.dtype))
+        made = np.resize(_numbers()[first:], shape).astype(call.dtype)
+        if importlib.util.find_spec("torch") is None:
+            return fa_numba.device.to_gpu(made)
+        import torch
+
+        return torch.from_numpy(made).cuda()
 
     q = array(call.heads, call.N, 0)
     k, v = (array(call.heads_k, call.Nk or call.N, first) for first in (1, 2))
@@ -141,24 +152,34 @@ def prepared(call: Call) -> Any:
     return lambda: fa_numba.attention_backward(dout, q, k, v, out, lse, **call.options)
 
 
+def repeated(milliseconds: float, of_one: float) -> int:
+    """Return how often a call is repeated that takes ``of_one`` milliseconds."""
+    return max(FEWEST, math.ceil(milliseconds / max(of_one, 0.01)))
+
+
 def serve(tree: str) -> None:
     """Read indices of calls from standard input, and time each call with the package of a tree.
 
-    Each input line contains the index of a call, and how often the call is timed. Each output line
-    is JSON: the median time in milliseconds, or a string that says why the call failed.
+    Each input line contains the index of a call. Each output line is JSON: the median time in
+    milliseconds, or a string that says why the call failed. The first time, a call runs three times
+    only. This time says how often the call is repeated later.
     """
     sys.path.insert(0, tree)
     import fa_numba
 
-    every, last, run = calls(), None, None
+    every, last, run, of_one = calls(), None, None, 0.0
     for line in sys.stdin:
-        number, repeats = map(int, line.split())
+        number = int(line)
         try:
             if number != last:
                 last, run = number, None
                 gc.collect()  # free the arrays of the previous call
                 run = prepared(every[number])
-            times = fa_numba.device.time_ms(run, repeats=repeats, warmup=2)
+                of_one = float(min(fa_numba.device.time_ms(run, repeats=2, warmup=1)))
+                print(json.dumps(of_one), flush=True)
+                continue
+            warmup, repeats = (repeated(ms, of_one) for ms in (WARMUP, TIMED))
+            times = fa_numba.device.time_ms(run, repeats=repeats, warmup=warmup)
             print(json.dumps(float(np.median(times))), flush=True)
         except Exception as error:
             print(json.dumps(f"{type(error).__name__}: {error}"[:200]), flush=True)
@@ -179,9 +200,9 @@ class Tree:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
 
-    def time(self, number: int, repeats: int = REPEATS) -> float | str:
+    def time(self, number: int) -> float | str:
         assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.write(f"{number} {repeats}\n")
+        self.process.stdin.write(f"{number}\n")
         self.process.stdin.flush()
         line = self.process.stdout.readline()
         return json.loads(line) if line else "the process of the tree ended"
@@ -204,7 +225,7 @@ def compile_kernels(folder: Path, numbers: Sequence[int]) -> None:
     def compile_some(mine: Sequence[int]) -> None:
         tree = Tree(folder)
         for number in mine:
-            tree.time(number, 1)
+            tree.time(number)
         tree.close()
 
     with ThreadPoolExecutor(COMPILERS) as pool:
@@ -226,8 +247,11 @@ class Result:
 def compare(other: Tree, this: Tree, numbers: Sequence[int], rounds: int) -> Iterator[Result]:
     """Yield the result of each call."""
     for number in numbers:
-        ratios, times, failure = [], [], ""
-        for turn in range(rounds):
+        ratios, times = [], []
+        failure = next(
+            (x for x in (other.time(number), this.time(number)) if isinstance(x, str)), ""
+        )
+        for turn in range(0 if failure else rounds):
             found = {tree: tree.time(number) for tree in ((other, this), (this, other))[turn % 2]}
             failures = [x for x in found.values() if isinstance(x, str)]
             if failures:

@@ -1,5 +1,6 @@
 """Tests of the command `compare_speed` that need no GPU."""
 
+import importlib.util
 import io
 import json
 import math
@@ -20,21 +21,21 @@ class Tree:
     def __init__(self, log, name, times):
         self.log, self.name, self.times = log, name, {n: iter(t) for n, t in times.items()}
 
-    def time(self, number, repeats=5):
+    def time(self, number):
         self.log.append(self.name)
         return next(self.times[number])
 
 
 def test_the_ratio_of_two_trees_is_the_median_over_rounds():
     log = []
-    other = Tree(log, "other", {3: [4.0, 8.0, 6.0], 5: [1.0]})
-    this = Tree(log, "this", {3: [2.0, 2.0, 2.0], 5: ["ValueError: no such unit"]})
+    other = Tree(log, "other", {3: [9.0, 4.0, 8.0, 6.0], 5: [1.0]})
+    this = Tree(log, "this", {3: [1.0, 2.0, 2.0, 2.0], 5: ["ValueError: no such unit"]})
     first, second = compare_speed.compare(other, this, [3, 5], 3)
     assert (first.median, first.ms, first.failure) == (3.0, 2.0, "")
     assert first.p20 == pytest.approx(2.4) and first.p80 == pytest.approx(3.6)
     assert first.call == compare_speed.calls()[3]
-    # The trees take turns at being first.
-    assert log[:6] == ["other", "this", "this", "other", "other", "this"]
+    # The first time of each tree does not count. Then the trees take turns at being first.
+    assert log[:8] == ["other", "this", "other", "this", "this", "other", "other", "this"]
     assert second.failure == "ValueError: no such unit" and math.isnan(second.median)
 
 
@@ -44,7 +45,7 @@ def test_a_tree_times_the_calls_that_it_is_asked_for(monkeypatch, capsys):
         compare_speed.Call("two", 4, 8, "bwd", 6, options={"deterministic": True, "tiles": 1}),
         compare_speed.Call("bad", 4, 8, options={"unit": "none"}),
     ]
-    ran = []
+    ran, timed = [], []
 
     def attention(q, k, v, return_lse=False, **options):
         if options.get("unit"):
@@ -57,7 +58,8 @@ def test_a_tree_times_the_calls_that_it_is_asked_for(monkeypatch, capsys):
 
     def time_ms(run, repeats, warmup):
         run()
-        return [1.0] * (repeats - 1) + [9.0]
+        timed.append((repeats, warmup))
+        return [8.0] * (repeats - 1) + [9.0]
 
     device = SimpleNamespace(to_gpu=lambda array: array, time_ms=time_ms)
     package = SimpleNamespace(
@@ -65,15 +67,18 @@ def test_a_tree_times_the_calls_that_it_is_asked_for(monkeypatch, capsys):
     )
     monkeypatch.setitem(sys.modules, "fa_numba", package)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(sys, "stdin", io.StringIO("0 3\n1 3\n2 3\n"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("0\n0\n1\n2\n"))
     monkeypatch.setattr(compare_speed, "calls", lambda: every)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)  # without torch
     compare_speed.serve("/some/tree")
     assert sys.path[0] == "/some/tree"
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert found == [1.0, 1.0, "ValueError: no such unit"]
+    assert found == [8.0, 8.0, 8.0, "ValueError: no such unit"]
+    # The time of the first line of a call says how often the call is repeated from then on.
+    assert timed == [(2, 1), (5, 5), (2, 1)]
     half = np.dtype("float16")
     assert ran == [
-        ("fwd", (2, 4, 4, 8), (2, 2, 4, 8), half, {"causal": True}),
+        *[("fwd", (2, 4, 4, 8), (2, 2, 4, 8), half, {"causal": True})] * 2,
         ("fwd", (1, 16, 4, 8), (1, 16, 6, 8), half, {"tiles": 1}),
         ("bwd", (1, 16, 4, 8), (1, 16, 6, 8), ("O", "L"), {"deterministic": True, "tiles": 1}),
     ]
