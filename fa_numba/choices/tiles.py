@@ -463,7 +463,6 @@ def hopper_backward_tiles(request: Request) -> Tiles:
 
 
 MOST_CHUNKS = 65535  # most thread blocks along the last axis of a grid
-_SMALL_HEAD = 64  # largest small head dimension: Q and dO of long sequences come from memory again
 
 
 def chunk_tiles(request: Request, Bc: int) -> int:
@@ -485,9 +484,9 @@ def chunk_tiles(request: Request, Bc: int) -> int:
     does not spill registers
     all other cases                                             columns of a chunk / Bc
 
-    The number of columns of a chunk is in measured.csv. It is larger for long sequences with small
-    head dimensions, and for head dimensions above 128. The result, if it is not 0, is doubled until
-    the grid has at most ``MOST_CHUNKS`` chunks.
+    The number of columns of a chunk is in measured.csv. It is larger for long sequences, and for
+    head dimensions above 128. The result, if it is not 0, is doubled until the grid has at most
+    ``MOST_CHUNKS`` chunks.
     """
     p = request.problem
     unequal = p.causal or (p.sparse and p.largest_dim <= PANEL)
@@ -495,11 +494,10 @@ def chunk_tiles(request: Request, Bc: int) -> int:
         return 0
     columns, entries = (p.k_shape[0], 1) if p.packed else (p.seqlen_k, p.batch)
     few = entries * p.heads_k <= measured("heads of K and V that are few")
-    small = p.largest_dim <= _SMALL_HEAD and columns > measured(
-        "columns that are many in small heads"
+    long = p.largest_dim > LARGEST_ATOMIC or columns > measured("columns of long sequences")
+    together = int(
+        measured("columns of a head whose causal tiles go side by side", "long" if long else "")
     )
-    many = "many" if small or p.largest_dim > LARGEST_ATOMIC else ""
-    together = int(measured("columns of a head whose causal tiles go side by side", many))
     found = [] if request.spilling else _spilling(p.largest_dim, request.features)
     if not few and columns <= together and ("alibi", "one chunk") not in found:
         return 0

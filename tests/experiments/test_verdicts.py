@@ -987,6 +987,21 @@ def test_what_the_ladder_says_of_contiguous_copies():
     for d in DIMS:
         found = at(note=f"{rows}, dQ copied in fragments at d={d}", d=d)
         said.append(cells(at(note=rows, d=d), found))
+    first, again = (partial(of, f"registers and chunks{x}") for x in ("", " again"))
+    moves, both = "dS stored from registers of dK", "the same, and P in float32"
+    said.append(
+        " | ".join(
+            cells(at(note="as it is", d=d), at(note=moves, d=d))
+            for at, d in ((first, "64"), (again, "128"))
+        )
+    )
+    said.append(cells(first(note="as it is", d="128"), first(note=both, d="128")))
+    chunks = []
+    for at, d, base in ((again, "64", moves), (first, "128", both)):
+        causal = partial(at, d=d, causal="true")
+        found = over(causal(note=base), causal(note=f"{base}, and chunks of 2048"), "N")
+        chunks.append(f"-; {np.median(found):.2f}, {span(found)}")
+    said.append(" | ".join(chunks))
     missing = [text for text in said if f"| {text} |" not in page]
     assert not missing, missing
 

@@ -549,8 +549,8 @@ def test_standard_attention_says_why_it_has_its_unit_and_tiles(passes):
     [
         (1, 512, 1),  # few heads
         (32, 512, 0),  # all columns fit in a chunk
-        (32, 4096, 4),
-        (32, 16384, 16),  # long sequences of small heads
+        (32, 2048, 4),
+        (32, 2049, 16),  # a long sequence
         (1, 65535 * 128, 1),  # as many chunks as a grid can have
         (1, 65535 * 128 + 1, 2),
     ],
