@@ -301,7 +301,7 @@ def test_times_by_hand():
 
 
 @pytest.mark.parametrize(
-    ("heads", "chunk", "in_step", "at_work"), [(64, 4, 4, 33), (16, 4, 8, 16), (8, 1, 16, 8)]
+    ("heads", "chunk", "in_step", "at_work"), [(64, 16, 16, 9), (16, 16, 16, 9), (8, 1, 16, 8)]
 )
 def test_where_heads_take_turns_their_chunks_go_over_the_rows(heads, chunk, in_step, at_work):
     """Of a causal backward pass on Hopper a chunk of each head's column tiles goes before the next:
