@@ -21,14 +21,13 @@ from .lab.show.tables import Across
 
 NAME = "speed_bf16"
 NEEDS = ("GPU", "torch")  # NumPy has no bfloat16 arrays to put on a GPU
+ALSO_DRAWN = ("speed_fp16",)  # experiments whose rows the figure contains, too
 STUDY = speeds.Study(
     NAME,
     dtype="bfloat16",
     passes=("fwd", "bwd", "fwd+bwd"),
     ours=HALF,
     theirs=(peers.FLASH, peers.CUDNN, peers.FA4),
-    # Every second sequence length of the measurements in fp16.
-    seqlens=(512, 2048, 8192),
 )
 
 measure = partial(speeds.measure, STUDY)

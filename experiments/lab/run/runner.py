@@ -307,7 +307,7 @@ class Runner:
             what = " for the chosen sizes" if stored and not rows else ""
             self.console.print(f"[yellow]{name}: not drawn, because there are no data{what}[/]")
             return []
-        note, stem = provenance.footnote(runs, rows), self.options.out / name
+        note, stem = self._footnote(module, runs, rows), self.options.out / name
         changed, kinds = bool(style.save(figure, stem, note)), [".svg", ".png"]
         for kind, make in ((".gif", "animate"), (".html", "page")):
             made = getattr(module, make, lambda *_: None)(rows, note)
@@ -321,6 +321,20 @@ class Runner:
                 changed = bool(style.save(further, self.options.out / other, note))
                 self._say_drawn(other, kinds[:2], changed)
         return sorted({row.machine for row in rows})
+
+    def _footnote(self, module: Any, runs: dict[str, list[dict[str, Any]]], rows: list[Row]) -> str:
+        """Return the footnote of an experiment's figures.
+
+        If the figures also contain a GPU's rows of other experiments, the module names these
+        experiments in ALSO_DRAWN. The footnote then has a line for each of them.
+        """
+        lines = [provenance.footnote(runs, rows)]
+        for other in getattr(module, "ALSO_DRAWN", ()):
+            found, their_runs = self._stored(other)
+            mine = [row for row in found if row.machine not in _NOT_GPUS]
+            if mine:
+                lines.append(f"{other}: {provenance.footnote(their_runs, mine).splitlines()[0]}")
+        return "\n".join(lines)
 
     def _say_drawn(self, name: str, kinds: Sequence[str], changed: bool) -> None:
         state = "drawn" if changed else "drawn, unchanged"
