@@ -200,6 +200,22 @@ def at(point: Point, pass_: str) -> list[str]:
     return [*found, *peers.here(compared)]
 
 
+def peer_calls(options: Options) -> Iterator[list[tuple[str, str, Problem]]]:
+    """Yield groups of calls that compile for seconds, as the runner's module peers_ahead runs them.
+
+    A call is a series, a pass and a problem. A group contains the calls of one series at one point.
+    The gradients of flex_attention are also checked on a shorter problem, which compiles again.
+    """
+    for point in points(options):
+        for series in (peers.FLEX, peers.FA4):
+            passes = [pass_ for pass_ in point.passes if series in at(point, pass_)]
+            group = [(series, pass_, point.problem) for pass_ in passes]
+            if series == peers.FLEX and "bwd" in passes and not point.given(point.problem):
+                group.append((series, "bwd", shorter(point.problem)))
+            if group:
+                yield group
+
+
 def call_options(problem: Problem, shapes: bool = False) -> dict[str, Any]:
     """Return the options of our call for a problem, as the public functions take them.
 

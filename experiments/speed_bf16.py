@@ -31,6 +31,7 @@ STUDY = speeds.Study(
 )
 
 measure = partial(speeds.measure, STUDY)
+peer_calls = partial(speeds.peer_calls, STUDY)
 
 
 def draw(rows: Sequence[Row], half: Sequence[Row] | None = None) -> Any:

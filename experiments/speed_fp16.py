@@ -32,6 +32,7 @@ STUDY = speeds.Study(
 )
 
 measure = partial(speeds.measure, STUDY)
+peer_calls = partial(speeds.peer_calls, STUDY)
 
 
 # The series of the figure: standard attention, FA-1 with query splits, FA-2, and torch's kernels.

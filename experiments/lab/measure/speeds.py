@@ -153,22 +153,53 @@ def measure(study: Study, options: Options, bench: Bench) -> Iterator[Row]:
         Rows of time, speed, error and memory. If torch is installed, also the speed of torch's
         matrix product.
     """
-    lengths = options.seqlens or (study.seqlens[:2] if options.quick else study.seqlens)
-    every = (*HEAD_DIMS, *study.forward_dims)
-    beyond = [N for N in lengths if study.fa1_longest is not None and N > study.fa1_longest]
+    beyond = [
+        N
+        for N in _lengths(study, options)
+        if study.fa1_longest is not None and N > study.fa1_longest
+    ]
     if beyond:
         bench.say(
             f"  FA-1 is not measured at N={', '.join(map(str, beyond))}, because one thread block "
             f"per head is too slow in its backward pass beyond N={study.fa1_longest}"
         )
     peers.say_missing(bench.say)
-    make, few = partial(fa2_setting, dtype=study.dtype), options.quick
-    cases = options.grid(make, lengths, every[: 1 if few else None], (False, True)[: 2 - few])
     if peers.available():
         yield from bandwidth.matmul_peak(study.name, study.dtype, bench.machine)
     multiprocessors = bench.describe["multiprocessors"]
-    work = [(problem, list(_calls(study, problem, multiprocessors))) for problem in cases]
+    work = [
+        (problem, list(_calls(study, problem, multiprocessors)))
+        for problem in _cases(study, options)
+    ]
     yield from variants.times(study.name, work, bench, SECONDS, memory=True)
+
+
+def peer_calls(study: Study, options: Options) -> Iterator[list[tuple[str, str, Problem]]]:
+    """Yield groups of calls that compile for seconds, as the runner's module peers_ahead runs them.
+
+    A call is a series, a pass and a problem. A kernel of flash-attn-4 serves all sequence lengths.
+    flex_attention compiles for each length.
+    """
+    for problem in _cases(study, options):
+        slow = [peers.FLEX_TRITON, peers.FLEX_FLASH]
+        if problem.seqlen_q == _lengths(study, options)[0]:
+            slow.append(peers.FA4)
+        for series in slow:
+            group = [(series, p, problem) for p in study.passes if series in study.at(problem, p)]
+            if group:
+                yield group
+
+
+def _lengths(study: Study, options: Options) -> tuple[int, ...]:
+    """Return the sequence lengths that are measured."""
+    return options.seqlens or (study.seqlens[:2] if options.quick else study.seqlens)
+
+
+def _cases(study: Study, options: Options) -> list[Problem]:
+    """Return the problems that are measured."""
+    make, few = partial(fa2_setting, dtype=study.dtype), options.quick
+    dims = (*HEAD_DIMS, *study.forward_dims)[: 1 if few else None]
+    return options.grid(make, _lengths(study, options), dims, (False, True)[: 2 - few])
 
 
 def _calls(study: Study, problem: Problem, multiprocessors: int) -> Iterator[Variant]:

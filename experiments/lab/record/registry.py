@@ -28,6 +28,12 @@ class Experiment(Protocol):
                              `options.LIMITED`. Default: all but "tiles" and "seconds"
         PROTOCOL             a sentence on how the experiment measures, stored with the rows
         sweep_of(row)        name of the sweep that a row belongs to, if the experiment has several
+        peer_calls(options)  yields groups of calls of other libraries that compile for seconds.
+                             Several processes run the groups before `measure`. A group is a list
+                             of (series, pass, Problem)
+        make(series, pass_, problem, arrays)
+                             returns a function that runs such a call. Default: `calls.make`
+        ALSO_DRAWN           other experiments whose rows the figures contain, for the footnote
     """
 
     def measure(self, options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:

@@ -25,6 +25,7 @@ from ..record.recorder import Outcome, Recorder
 from ..record.registry import Experiment, load
 from ..record.store import EMULATOR, MODEL, Row, Store, StoreError, write_if_changed
 from ..show import style, thumbs
+from . import peers_ahead
 from .origin import Origin, slug
 
 _NOT_GPUS = (EMULATOR, MODEL)
@@ -68,6 +69,7 @@ class Runner:
         self.store = Store(options.out)
         self.gpu = dict(device.describe()) if device.gpu_available() else None
         self.machine = slug(self.gpu["name"]) if self.gpu else None
+        peers_ahead.store_on_disk()
         self._origin = Origin(list(arguments), self.gpu)
         self.reports: dict[str, Report] = {}
 
@@ -99,6 +101,7 @@ class Runner:
             self.console.print(f"[bold]{name}[/]: {registry.words(module)[0]}")
             if self.machine and self.options.complete:
                 self._compile_ahead(name)
+                self._compile_peers_ahead(name)
             counts = None
             if self.options.complete and not self.options.recount:
                 counts = kept.stored(self.store, name)
@@ -136,6 +139,20 @@ class Runner:
             seconds = time.monotonic() - start
             text = f"compiled {found.compiled} kernels in parallel in {seconds:.0f} s"
             self.console.print(f"  {text}")
+
+    def _compile_peers_ahead(self, name: str) -> None:
+        """Compile kernels of other libraries in parallel, if the experiment names such calls."""
+        start = time.monotonic()
+        try:
+            calls, failures = peers_ahead.compile_peers(name, self.options)
+        except Exception as error:  # the first calls then compile their kernels
+            self.console.print(f"  peers were not compiled in parallel: {escape(repr(error))}")
+            return
+        seconds = time.monotonic() - start
+        if calls:
+            self.console.print(f"  compiled peers by {calls} calls in parallel in {seconds:.0f} s")
+        for failure in failures:
+            self.console.print(f"  not compiled in parallel: {escape(failure)}")
 
     def recording(self, name: str, machine: str) -> Store:
         """Return the store that contains the recording of an experiment on a machine.
