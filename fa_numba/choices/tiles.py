@@ -311,7 +311,7 @@ def _hopper_tiles(request: Request, heads: int, d: int) -> Chosen:
     elif _row_tiles(request, rows, heads, two.Br) <= request.multiprocessors:
         why += ", because all row tiles run at once and the longest one sets the time of the call"
     else:
-        lens = p.q_lens if p.packed and p.q_lens else (rows,)
+        lens = [p.lengths(b)[0] for b in range(p.batch)] if p.packed else [rows]
         longest = sum(n * n for n in lens) // max(1, sum(lens))  # average length over all rows
         what = "causal rows from which three consumers end first"
         least = next((measured(what, n) for n in (PANEL, 80) if d <= n), math.inf)

@@ -27,7 +27,7 @@ import hashlib
 import sys
 import weakref
 from collections.abc import Mapping
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -211,8 +211,7 @@ class _Reader:
         """
         if isinstance(value, type) and issubclass(value, tuple) and hasattr(value, "_fields"):
             return "record class", value._fields, self.value(vars(value)["_field_defaults"])
-        kinds = (type, FunctionType, BuiltinFunctionType, MethodType)
-        if isinstance(value, kinds) or hasattr(value, "__qualname__"):
+        if hasattr(value, "__qualname__"):
             return "name", f"{getattr(value, '__module__', '')}.{value.__qualname__}"
         kind = type(value)
         if kind.__module__.startswith("llvmlite") or isinstance(value, np.dtype):

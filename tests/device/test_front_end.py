@@ -23,7 +23,14 @@ from numba.cuda.np import arraymath, linalg
 from offline import CAPABILITY
 
 import fa_numba
-from fa_numba.device import EMULATED_SHARED_BYTES, array_type, kernel_cache, planning_for
+from fa_numba import device
+from fa_numba.device import (
+    EMULATED_SHARED_BYTES,
+    array_type,
+    device_function,
+    kernel_cache,
+    planning_for,
+)
 from fa_numba.device.front_end import REPLACED, lowering, passes, without_repeats
 from fa_numba.device.front_end.inference import (
     call_types_kept,
@@ -312,6 +319,38 @@ def test_calls_whose_types_are_known_are_inlined_by_numba():
     assert inline(known, 1, 2, 3, 4, 5, 6) == (1, 2, 3, 4, 5, 6)
 
 
+@device_function
+def twice(x):
+    return x + x
+
+
+@device_function
+def fourfold(x):
+    return twice(twice(x))
+
+
+def test_calls_in_an_inlined_function_are_inlined_too(monkeypatch):
+    """Numba looks for the called functions in a table of definitions."""
+
+    def run_pass(self, state, run=untyped_passes.InlineInlinables.run_pass):
+        run(self, state)
+        left = [str(each) for block in state.func_ir.blocks.values() for each in block.body]
+        defined = [str(each) for values in state.func_ir._definitions.values() for each in values]
+        found.append((left, defined))
+        return True
+
+    def kernel(X):
+        X[0] = fourfold(X[1])
+
+    found = []
+    with without_repeats():
+        monkeypatch.setattr(untyped_passes.InlineInlinables, "run_pass", run_pass)
+        cuda.compile(kernel, (array_type(1),), cc=(9, 0), device=False, abi="numba")
+    left, defined = found[-1]
+    assert sum(" + " in each for each in left) == sum(" + " in each for each in defined) == 2
+    assert not any("call " in each for each in (*left, *defined))
+
+
 def gets(X, i):
     X[i] = X[i + 1][0]
 
@@ -395,6 +434,11 @@ def test_passes_are_measured_if_code_is_printed(monkeypatch, capsys):
     with without_repeats():
         cuda.compile(lambda X: None, (array_type(1),), cc=(9, 0), device=False, abi="numba")
     assert "AFTER reconstruct_ssa" in capsys.readouterr().out
+
+
+def test_fa_numbas_cuda_equals_numbas_cuda_and_itself():
+    """Numba compares the modules that a kernel uses."""
+    assert [device.cuda == each for each in (cuda, device.cuda, types)] == [True, True, False]
 
 
 @pytest.mark.parametrize("n", [1, 2])

@@ -182,7 +182,6 @@ def closures_looked_for(run: Callable) -> Callable:
                     return run(self, state)
                 if getattr(value.get("value"), "__name__", "") == "reduce":
                     return run(self, state)
-        ir_utils.fixup_var_define_in_scope(code.blocks)
         return True
 
     return run_pass
