@@ -130,7 +130,6 @@ def _make_append_rows(head_dim, dtype, aligned):
                     size = maximum(rx[e], -rx[e])
                     largest = maximum(largest, size if size < INF else float32(0.0))
             row = uint32(row + DOWN)
-        cuda.syncthreads()  # nobody reads s any more
         scale = _power_above(max_of_block(largest, s, _WARPS))
 
         if old > uint32(0):
