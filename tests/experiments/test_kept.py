@@ -490,13 +490,15 @@ SIZES = (1, 2)
 UNUSED = 3
 for label in (SIZES,):
     label += ("loose",)
+SCALES = {}
+SCALES["a"] = "loose too"
 
 
 def measure(options, bench):
     """Words."""
     for N in bench.each(SIZES, "words"):
         bench.say(f"{N} words")
-        yield calls.time(planned, N, note="data")
+        yield calls.time(planned, N, note="data", scales=SCALES)
 
 
 def draw(rows):
@@ -610,6 +612,7 @@ def test_all_of_a_module_that_a_function_imports_is_reached(reached, monkeypatch
     [
         ("one", "SIZES = (1, 2)", "SIZES = (1, 3)"),
         ("one", '"loose"', '"other"'),
+        ("one", '"loose too"', '"other"'),
         ("one", '"data"', '"other"'),
         ("one", "calls.time", "calls._inner"),
         ("one", "plan as planned", "LABELS as planned"),

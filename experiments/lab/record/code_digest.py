@@ -330,7 +330,8 @@ class _Module:
         self.name, self.statements = name, _wordless(path.read_text("utf-8"))
         self.names: dict[str, list[int]] = {}
         self.imports: dict[str, tuple[str, str]] = {}  # name -> (module, its name there or "")
-        self._loose: list[tuple[int, set[str]]] = []  # statements that bind nothing
+        # Statements that may change the values of names, such as ``TABLE["b"] = 2``.
+        self._loose: list[tuple[int, set[str]]] = []
         for n, each in enumerate(self.statements):
             if isinstance(each, (ast.Import, ast.ImportFrom)):
                 self.imports |= self._imported(each)
@@ -338,7 +339,7 @@ class _Module:
             bound = set(_bound(each))
             for one in bound:
                 self.names.setdefault(one, []).append(n)
-            if not isinstance(each, (ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)):
+            if not isinstance(each, (ast.FunctionDef, ast.ClassDef)):
                 self._loose.append((n, set(_changed(each))))
         self._outside = frozenset({*_BUILTINS, *self.names, *self.imports})
         self._texts: dict[int, str] = {}
