@@ -12,6 +12,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from helpers import numpy_dtype
 from stand_in_device import (
     CONTEXT,
     Array,
@@ -862,6 +863,19 @@ def test_memory_is_taken_filled_used_and_freed_in_this_order(gpu):
         rounded = [given["A"].ctypes.data for given in gpu.given[-2:]]
         main = gpu.given[-3]
         assert sums == rounded == [main["dK"].ctypes.data, main["dV"].ctypes.data]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float8_e4m3fn"])
+def test_pages_of_the_host_are_copied_back_after_an_append(gpu, monkeypatch, dtype):
+    names = ("k_pages", "v_pages")
+    pages = {n: np.zeros((1, 1, 16, 16), numpy_dtype(dtype)) for n in names}
+    if dtype == "float8_e4m3fn":
+        pages |= {n: np.ones((1, 1), np.float32) for n in ("k_scale", "v_scale")}
+    new = {n: np.ones((1, 1, 2, 16), np.float32) for n in ("k_new", "v_new")}
+    written = []
+    monkeypatch.setattr(devices, "to_host", lambda array, back, stream: written.append(back))
+    fa_numba.append_kv(**pages, **new, block_table=[[0]], kv_lens=[3])
+    assert {x.ctypes.data for x in written} == {x.ctypes.data for x in pages.values()}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])

@@ -45,7 +45,7 @@ def stored(store: Store, experiment: str) -> list[Row] | None:
     """
     rows = store.read(experiment, EMULATOR)
     entry = store.provenance(experiment, EMULATOR).get(ENTRY)
-    if not rows or not isinstance(entry, dict) or entry.get("rows") != digest(rows):
+    if not isinstance(entry, dict) or entry.get("rows") != digest(rows):
         return None
     if ran.changed(entry.get("ran"), experiment, EMULATOR) != []:
         return None
