@@ -13,7 +13,7 @@ import itertools
 import json
 import re
 import sys
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,6 +31,7 @@ from fa_numba.device.program_digest import digest_of
 from fa_numba.dtypes import PRECISIONS
 from fa_numba.host import binding, planning
 from fa_numba.mods import Mod
+from fa_numba.options import PLAIN
 from fa_numba.problem import Problem
 
 PLANS = Path(__file__).with_name("data") / "plans.csv"
@@ -460,6 +461,30 @@ def test_tiles_are_halved_until_nothing_is_left():
     assert tiles.simt_tiles("fa2", "bwd", 100, 100, 256, 1024).value == Tiles(4, 8)
 
 
+@pytest.mark.parametrize("rows, tuned", [(1024, False), (1025, True)])
+def test_tuned_tiles_of_wgmma_are_for_long_sequences(monkeypatch, rows, tuned):
+    """tuned.csv has no tiles of wgmma yet, but the command tune may write some."""
+    assert facts.measured("rows from which the tuned tiles are the fastest") == 1024
+    monkeypatch.setattr(units, "tuned_tiles", lambda *_: Tiles(64, 48))
+    with bounds.DEVICES["H200"].planning():
+        choices = Choices("fa2", unit="wgmma")
+        problem = Problem.from_shapes(*[(1, 8, rows, 64)] * 2, dtype="float16")
+        shape = units.UNITS["wgmma"].forward(Request.here(choices, problem, True))
+    assert (shape.tiles.Bc == 48) == tuned == ("tuned.csv" in shape.why)
+
+
+def test_a_tie_between_two_and_three_consumers_is_for_three():
+    """213 sequences of 128 rows and 58 of 192: three consumers take 1.29 times as long a round."""
+    lengths = [128] * 213 + [192] * 58
+    starts = np.cumsum([0, *lengths])
+    assert 1.29 * (213 * 128 + 58 * 192) == 213 * 128 + 58 * 2 * 192
+    shape = (int(starts[-1]), 8, 64)
+    with bounds.DEVICES["H200"].planning():
+        how = {"dtype": "float16", "unit": "wgmma"}
+        plan = fa_numba.plan(shape, shape, cu_seqlens_q=starts, cu_seqlens_k=starts, **how)
+    assert plan.tiles.Br == 192 and "three consumer warpgroups finish first" in plan.why["tiles"]
+
+
 @pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
 def test_only_the_forward_pass_of_fa1_has_the_papers_column_tiles(head_dim):
     def found(algorithm, of):
@@ -621,6 +646,14 @@ def test_what_spills_is_left_out_and_can_be_looked_for():
         call = {"causal": True, "alibi_slopes": (16,), **dict(list(how.items())[:3])}
         grid = fa_numba.plan((1, 16, 512, 64), (1, 16, 512, 64), **call).kernels[1].grid
         assert grid[2] == 1 and grid[0] == 4 * 16
+
+
+def test_a_pair_of_options_spills_at_the_head_dimensions_of_its_row():
+    for row in facts.spills("wgmma", "fa2", "bwd"):
+        features = replace(PLAIN, **{row.option: True})
+        dims = row.first - 1, row.first, row.last, row.last + 1
+        found = [(row.option, row.beside) in tiles._spilling(d, features) for d in dims]
+        assert found == [False, True, True, False]
 
 
 def test_the_command_compiles_what_its_rows_are_about(tmp_path, monkeypatch):

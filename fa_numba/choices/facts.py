@@ -23,8 +23,7 @@ _HERE = Path(__file__).parent
 
 
 def _rows(name: str) -> list[dict[str, str]]:
-    with open(_HERE / name, newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
+    return list(csv.DictReader((_HERE / name).read_text("utf-8").splitlines()))
 
 
 def _of_kernel(name: str, unit: str, algorithm: str, of: str) -> list[dict[str, str]]:

@@ -206,7 +206,7 @@ def chosen_group_splits(request: Request) -> Chosen:
     case                                                  number of group splits
     the caller chose a number                             the number that the caller chose
     the unit has no kernel that splits column tiles       1
-    the call runs on the emulator, or k has no rows       1
+    the call runs on the emulator                         1
     no number above 1 is possible                         1
     all other cases                                       the number with which the pass ends first
 
@@ -230,8 +230,8 @@ def chosen_group_splits(request: Request) -> Chosen:
     if p.packed:  # the thread blocks of a head cover one sequence after the other
         heads, sequences = p.heads_k, [p.lengths(b) for b in range(p.batch)]
     Tc = sum(ceil_div(Nk, tiles.Bc) for _, Nk in sequences)
-    if not multiprocessors or not Tc:
-        return Chosen(1, "no split: the emulator has no idle multiprocessors, or no columns exist")
+    if not multiprocessors:
+        return Chosen(1, "no split: the emulator has no idle multiprocessors")
     most = max(1, _MOST_SHARES * multiprocessors // (heads * Tc))
     tried = [n for n in _divisors(p.group) if n <= most]
     if _can_split_rows(request):

@@ -79,7 +79,7 @@ def simt_tiles(
         found = splits(Br, Bc, head_dim, SimtBackwardSpec if backward else SimtSpec)
         if found and found[0].shared_bytes <= shared_limit:
             break
-        if Br >= Bc and Br > 4:
+        if Br >= Bc:
             Br //= 2
         else:
             Bc //= 2
@@ -211,15 +211,14 @@ def _shrunk(
     2. Rows are halved until there are ``least_rows``.
     3. Columns are halved until there are ``least_columns``.
 
-    ``select`` raises ValueError if tiles do not fit. If the smallest tiles do not fit, this
-    ValueError is raised.
+    ``select`` raises ValueError if tiles do not fit. If no tiles fit, the result is the smallest
+    tiles, for which the kernel's spec raises ValueError.
     """
     while (Br, Bc) != (least_rows, least_columns) and not is_valid(Tiles(Br, Bc), select):
         if Bc > 32 or Br == least_rows:
             Bc = round_up(ceil_div(Bc, 2), 16)
         else:
             Br //= 2
-    select(Tiles(Br, Bc))
     return Tiles(Br, Bc)
 
 
@@ -401,8 +400,9 @@ def _rounds(request: Request, rows: int, heads: int, Br: int) -> int:
     (number of row tiles) x (number of rows of Q) over all sequences.
     """
     p = request.problem
-    if p.packed and p.q_lens:
-        return sum(ceil_div(n, Br) * n for n in p.q_lens)
+    if p.packed:
+        lens = (p.lengths(b)[0] for b in range(p.batch))
+        return sum(ceil_div(n, Br) * n for n in lens)
     tiles = _row_tiles(request, rows, heads, Br)
     return ceil_div(tiles, request.multiprocessors or 1)
 

@@ -18,8 +18,7 @@ COLUMNS = (*KEY, "Br", "Bc", "threads", "stages")
 
 @functools.cache
 def _table(path: Path) -> dict[tuple[str, ...], Tiles]:
-    with open(path, newline="", encoding="utf-8") as file:
-        lines = list(csv.reader(file))
+    lines = list(csv.reader(path.read_text("utf-8").splitlines()))
     if tuple(lines[0]) != COLUMNS:
         raise ValueError(f"{path} must have the columns {list(COLUMNS)}, got {lines[0]}")
     return {tuple(line[: len(KEY)]): Tiles(*map(int, line[len(KEY) :])) for line in lines[1:]}

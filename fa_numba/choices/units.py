@@ -395,8 +395,8 @@ class Mma(Unit):
                     f"tiles.{name} must divide {SCALED_ROWS} with scales of blocks of "
                     f"{SCALED_ROWS} rows, got {size}; choose such tiles, or tiles=None"
                 )
-        # Tiles of e4m3 are converted to float16 when they are loaded.
-        widened = functools.partial(select, features=request.features, dtype="float16")
+        # Tiles of e4m3 are converted to float16 when they are loaded. This is the spec's dtype.
+        widened = functools.partial(select, features=request.features)
         return _shape(chosen, widened)
 
     def standard_backward(self, request: Request) -> tuple[Shape, Spec]:
@@ -488,12 +488,12 @@ class Wgmma(Unit):
             )
         if passes == "fwd":
             return ""
-        if request.features.sparse and algorithm == "fa2" and not self.adds_dq(request):
+        dq_alone = not self.adds_dq(request)
+        if request.features.sparse and dq_alone:
             return (
                 "the option block_mask where dQ is computed by a kernel of its own "
                 f"(deterministic=True, or head_dim above {LARGEST_ATOMIC})"
             )
-        dq_alone = not self.adds_dq(request)
         return lacks_together(d, request.features, dq_alone, request.spilling)
 
     def unsuited(self, request: Request) -> str:
@@ -534,7 +534,7 @@ class Wgmma(Unit):
         if not few and one_tile and not takes_slots(request.features):
             few = f"{_ONE_TILE}, with options"
         if p.bias is None:
-            return few if few and not suits_few_rows(request) else ""
+            return "" if suits_few_rows(request) else few
         if p.largest_dim > 2 * PANEL or p.page_size is not None:
             return f"a bias was not timed with pages or with head_dim > {2 * PANEL}"
         odd = "it reads a bias in pairs, and the rows of this bias have an odd length"
@@ -615,7 +615,7 @@ class Wgmma(Unit):
         p, select = request.problem, _of_flash(tiling.select_wgmma_dq_spec, request)
         features = request.features.without_sums
         spec = select(p.head_dim, head_dim_v=p.head_dim_v or 0, features=features, stages=2)
-        return replace(tiling.wgmma_dq_tiles(p.largest_dim), threads=spec.threads), spec
+        return tiling.wgmma_dq_tiles(p.largest_dim), spec
 
 
 def adds_elements(features: Features) -> bool:

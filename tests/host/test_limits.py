@@ -62,10 +62,12 @@ def test_no_plan_has_more_blocks_than_a_grid(name):
 
 def test_chunks_double_until_the_grid_has_them():
     """40 million causal columns are 312,500 tiles: eight go together, as 65,535 is the limit."""
-    given = [(1, 2, 40_000_000, 64)] * 2
+    how = {"dtype": "float16", "passes": "bwd", "causal": True, "unit": "wgmma", "group_splits": 1}
     with bounds.DEVICES["H200"].planning():
-        plan = fa_numba.plan(*given, dtype="float16", passes="bwd", causal=True, unit="wgmma")
+        plan = fa_numba.plan(*[(1, 2, 40_000_000, 64)] * 2, **how)
+        most = fa_numba.plan(*[(1, 2, 65_535 * 128, 64)] * 2, **how)
     assert plan.kernels[1].grid == (16, 1, ceil_div(312_500, 8))
+    assert most.kernels[1].grid == (2, 1, 65_535)
     assert tiles.MOST_CHUNKS == splits.MAX_SHARES == 65535 and MOST_BLOCKS[0] == 2**31 - 1
 
 
@@ -309,8 +311,8 @@ def test_arrays_of_a_function_are_copied_up_to_the_documented_size():
 
 def test_causal_tiles_have_more_warps_where_shared_memory_is_below_200_kib():
     """163 KiB of an A100, 227 KiB of an H100: eight warps were faster on the first alone."""
-    for device, threads in (("A100", 256), ("H100", 128)):
-        with bounds.DEVICES[device].planning():
+    for limit, threads in ((163 * 1024, 256), (200 * 1024 - 16, 256), (200 * 1024, 128)):
+        with devices.planning_for((8, 0), limit, 108):
             how = {"dtype": "float16", "unit": "mma", "algorithm": "fa2", "causal": True}
             assert fa_numba.plan(*[(1, 8, 2048, 128)] * 2, **how).tiles.threads == threads
 

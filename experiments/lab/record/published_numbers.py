@@ -13,8 +13,8 @@ FILE = FIGURES / "data" / "published.csv"
 
 @cache
 def _lines() -> tuple[dict[str, str], ...]:
-    with naming(FILE), open(FILE, newline="", encoding="utf-8") as file:
-        return tuple(csv.DictReader(file, strict=True))
+    with naming(FILE):
+        return tuple(csv.DictReader(FILE.read_text("utf-8").splitlines(True), strict=True))
 
 
 def lookup(**wanted: str) -> list[dict[str, str]]:
