@@ -878,6 +878,27 @@ def test_pages_of_the_host_are_copied_back_after_an_append(gpu, monkeypatch, dty
     assert {x.ctypes.data for x in written} == {x.ctypes.data for x in pages.values()}
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        *("cuKernelSetAttribute", "cuTensorMapEncodeTiled", "cuTensorMapReplaceAddress"),
+        *("cuMemAllocFromPoolAsync", "cuMemsetD8Async", "cuLaunchKernel", "cuMemFreeAsync"),
+    ],
+)
+def test_an_error_of_each_function_of_the_driver_is_raised(gpu, kept, monkeypatch, function):
+    driver, error = launch_record.driver, launch_record.driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY
+
+    def failing(*given, free=gpu.cuMemFreeAsync):
+        if function == "cuMemFreeAsync":
+            free(*given)
+        return error, 0
+
+    monkeypatch.setattr(driver, function, failing)
+    q, k, v = (on_gpu(np.zeros((1, 1, 130, 64), np.float16)) for _ in range(3))
+    with pytest.raises(RuntimeError, match="the (CUDA )?driver .*OUT_OF_MEMORY$"):
+        fa_numba.attention(q, k, v, unit="wgmma", kv_splits=2)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_splits_leave_their_sums_to_the_merge(gpu, kept, dtype):
     """A call over splits is kept as another is, its workspace taken anew for each."""
