@@ -614,7 +614,7 @@ class Wgmma(Unit):
     def dq_kernel(self, request: Request, tiles: Tiles, spec: Any) -> tuple[Tiles, Spec]:
         p, select = request.problem, _of_flash(tiling.select_wgmma_dq_spec, request)
         features = request.features.without_sums
-        spec = select(p.head_dim, head_dim_v=p.head_dim_v or 0, features=features, stages=2)
+        spec = select(p.head_dim, head_dim_v=p.head_dim_v or 0, features=features)
         return tiling.wgmma_dq_tiles(p.largest_dim), spec
 
 
