@@ -239,6 +239,15 @@ def test_a_recordings_text_does_not_depend_on_the_order_of_its_facts(tmp_path, t
     assert text == json.dumps(json.loads(text), indent=2, sort_keys=True) + "\n"
 
 
+def test_equal_rows_of_two_machines_are_recorded_for_both(tmp_path):
+    store = Store(tmp_path)
+    recorder = Recorder(store, "speed", provenance)
+    machines = (report.MACHINE, "nvidia-h100")
+    recorder.add(*(row(machine=machine) for machine in machines))
+    recorder.finish(complete=True)
+    assert [len(store.read("speed", machine)) for machine in machines] == [1, 1]
+
+
 def test_what_is_wrong_with_a_file_is_said_with_its_path(tmp_path):
     """A file in the place of a folder is named, if that is what is wrong."""
     file = tmp_path / "file"
