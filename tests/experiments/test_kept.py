@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from rich.console import Console
@@ -378,6 +379,13 @@ def test_launches_that_a_plan_no_longer_makes_are_named(plans_anew):
     assert why.startswith("a plan that cannot be made any more (")
 
 
+@pytest.mark.parametrize("error", [ValueError, TypeError, KeyError])
+def test_a_plan_whose_planning_raises_is_outdated(monkeypatch, error):
+    monkeypatch.setattr(ran, "plan_again", mock.Mock(side_effect=error("why")))
+    (why,) = ran._changed_plan(ran.encoded(REQUEST), "", True)
+    assert why.startswith("a plan that cannot be made any more (") and "why" in why
+
+
 def test_the_line_of_a_plan_says_all_that_its_launches_depend_on():
     shapes = ((1, 1, N, 16) for N in (64, 96))
     plan, other = (fa_numba.plan(x, x, algorithm="fa1", tiles=Tiles(16, 16)) for x in shapes)
@@ -638,6 +646,7 @@ def test_what_is_reached_has_a_part(reached, file, old, new):
         ("'two ' + words", True),
         ("3 * 'two words'", True),
         ("3 * 'word'", False),
+        ("3 * run('two words')", False),
         ("'word'", False),
         ("say('two words')", False),
         ("('two words', 1)", False),

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from experiments import speed_bf16, speed_fp16
-from experiments.lab.record import published_numbers, registry
+from experiments.lab.record import kept, published_numbers, registry
 from experiments.lab.record.options import FIGURES, Options
 from experiments.lab.record.recorder import Recorder
 from experiments.lab.record.store import (
@@ -237,6 +237,12 @@ def test_a_recordings_text_does_not_depend_on_the_order_of_its_facts(tmp_path, t
     recorder.finish(complete=True)
     text = store.path("speed", report.MACHINE, ".json").read_text()
     assert text == json.dumps(json.loads(text), indent=2, sort_keys=True) + "\n"
+
+
+def test_a_digest_of_rows_does_not_depend_on_their_run():
+    first, second = row(run="a"), row(run="b")
+    assert kept.digest([first]) == kept.digest([second]) != kept.digest([first, first])
+    assert dump([first]) != dump([second]) and "\r" not in dump([first])
 
 
 def test_equal_rows_of_two_machines_are_recorded_for_both(tmp_path):
