@@ -280,6 +280,7 @@ def test_lambdas_that_cannot_be_told_apart_have_no_definition(monkeypatch):
         ([within, within], True),
         ([], False),
         ([(None, None, None, None)], False),
+        ([(1, None, None, None)], False),  # as with python -X no_debug_ranges
         ([(1, 1, 3, 3)], False),  # an instruction without a length
         ([within, (1, 1, begin[1] - 1, end[1])], False),
         ([within, (1, 1, begin[1], end[1] + 1)], False),

@@ -177,6 +177,9 @@ def test_older_gpus_are_refused(monkeypatch):
     monkeypatch.setattr(devices, "compute_capability", lambda: (8, 0))
     with pytest.raises(ValueError, match="compute capability 8.9 or newer, .* got 8.0"):
         fa_numba.quantize(np.zeros((1, 1, 4, 16), np.float32))
+    monkeypatch.setattr(devices, "compute_capability", lambda: (8, 9))
+    found, _ = fa_numba.quantize(np.zeros((1, 1, 4, 16), np.float32))
+    assert found.dtype.itemsize == 1
 
 
 def test_arrays_of_libraries_with_and_without_the_dtype():
