@@ -295,7 +295,7 @@ def test_which_stored_rows_are_replaced(machine, adds, complete, tmp_path):
     recorder.finish(complete=complete)
     lengths = sorted(each.seqlen_q for each in store.read("speed", machine))
     everything = machine == MODEL if adds else complete
-    assert lengths == [4096] if everything else [512, 4096]
+    assert lengths == ([4096] if everything else [512, 4096])
 
 
 @pytest.mark.parametrize(
