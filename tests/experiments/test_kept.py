@@ -664,6 +664,8 @@ def test_a_module_is_left_without_sentences_that_nothing_uses(value, left_out):
     ("value", "left_out"),
     [
         ("x + 1", True),
+        ("x; other = name + 1", True),
+        ("x; run(name)", False),
         ("f'{run(x)}'", True),
         ("sorted(x)", True),
         ("run(x)", False),
