@@ -215,6 +215,18 @@ class OtherDefault(NamedTuple):
     a: int = 2
 
 
+def test_a_digest_is_kept_and_an_error_is_raised_again():
+    class Other:
+        pass
+
+    other, reader = Other(), program_digest._Reader(False)
+    kept, refused = (lambda: OneField), (lambda: other)
+    assert reader.function(kept) is reader.function(kept)
+    for _ in range(2):
+        with pytest.raises(Unknown, match="no digest of .*Other"):
+            reader.function(refused)
+
+
 def test_a_named_tuples_class_counts_by_its_fields_and_defaults(made):
     """A class of another package that only has `_fields` counts by its name."""
     found = []
