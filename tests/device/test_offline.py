@@ -1,5 +1,6 @@
 """A kernel is compiled once for every test and process that looks at it."""
 
+import os
 import threading
 import time
 
@@ -22,6 +23,7 @@ def compilations(tmp_path, monkeypatch):
         return f"PTX of {kernel.name} for {arch}", "log"
 
     monkeypatch.setattr(offline, "from_source", from_source)
+    monkeypatch.setattr(offline, "_apart", lambda kernel, arch: None)  # `found` is of this process
     monkeypatch.setenv(kernel_cache.VARIABLE, str(tmp_path / "kept"))
     return found
 
@@ -80,3 +82,16 @@ def test_what_cannot_be_kept_is_compiled(compilations, monkeypatch):
     monkeypatch.setenv(kernel_cache.VARIABLE, "")
     by_another_process(fa2_forward.make_forward(SPEC), "sm_80")
     assert len(compilations) == 2
+
+
+def test_a_forked_process_returns_what_it_compiled(monkeypatch):
+    """The first kernel is compiled in this process, and so is a kernel that raises an error."""
+    monkeypatch.setattr(offline, "_loaded", [])
+    monkeypatch.setattr(
+        offline, "from_source", lambda kernel, arch: (f"PTX by {os.getpid()}", arch)
+    )
+    assert offline._apart(None, "sm_80") is None
+    ptx, log = offline._apart(None, "sm_80")
+    assert ptx.startswith("PTX by ") and ptx != f"PTX by {os.getpid()}" and log == "sm_80"
+    monkeypatch.setattr(offline, "from_source", lambda kernel, arch: 1 / 0)
+    assert offline._apart(None, "sm_80") is None
