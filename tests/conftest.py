@@ -6,6 +6,7 @@ import functools
 import gc
 import importlib
 import os
+import time
 from collections import defaultdict
 from pathlib import Path
 
@@ -19,6 +20,8 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 # What pytest, a compiler or the emulator makes is seldom in circles: look at it seldom.
 gc.set_threshold(50_000, 20, 20)
+SECONDS_BETWEEN = 8  # of CPU time: `leave_alone` takes 30 ms
+left_alone_at = 0.0
 
 import fresh_memory  # noqa: E402
 import launch_types  # noqa: E402, F401
@@ -137,19 +140,24 @@ def pytest_runtest_setup(item):
 
 
 def pytest_runtest_teardown(item, nextitem):
-    if nextitem is not None and nextitem.path != item.path:
+    begins_a_file = nextitem is not None and nextitem.path != item.path
+    if begins_a_file and time.process_time() > left_alone_at + SECONDS_BETWEEN:
         leave_alone()
 
 
 def leave_alone():
-    """Modules, tests and kernels live to the end: no collection, of which a test may ask for many,
-    needs to look at them again. What the emulator's arrays took goes back to the system, which
-    glibc does by itself only where nothing lies above them.
+    """Collect garbage, and let later collections ignore all objects that live now.
+
+    Modules, tests and kernels live to the end. A test may ask for many collections, which need not
+    look at these objects. Memory of the emulator's arrays goes back to the system, which glibc does
+    by itself only if no other memory lies above it.
     """
+    global left_alone_at
     gc.collect()
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
     gc.freeze()
+    left_alone_at = time.process_time()
 
 
 DEVICES = ["emulator", *([pytest.param("gpu", marks=pytest.mark.gpu)] if gpu_available() else [])]
