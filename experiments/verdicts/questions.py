@@ -45,11 +45,15 @@ class Finding:
         The verdict.
     reason : str, default ""
         The reason of the verdict.
+    otherwise : str, default ""
+        The verdict that the numbers alone would get, if the verdict is "not comparable" and the
+        numbers exist.
     """
 
     number: str
     verdict: str
     reason: str = ""
+    otherwise: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,9 +103,10 @@ class Question:
         A check for ratios of speeds, such as our speed / cuDNN's speed. Such ratios are comparable
         with published ratios only if the divisor (here cuDNN) is equally fast in both measurements.
         Maps a sentence to a pair: the divisor's speed in our measurement, and its published speed.
-        If the two speeds differ, the verdict is "not comparable", and the page contains the
-        sentence. If the two speeds are equal, the sentence follows our numbers. {} in the sentence
-        is replaced by our speed / the published speed. Empty: no check.
+        Points at which the two speeds differ, or are missing, are left out. If fewer than half of
+        the speeds are equal, the verdict is "not comparable", and the page contains the sentence.
+        Otherwise, the sentence follows our numbers. {} in the sentence is replaced by our speed /
+        the published speed. Empty: no check.
     """
 
     key: str
@@ -139,54 +144,60 @@ class Question:
         try:
             points, beside = points_of(self.pairs, evidence), points_of(self.beside, evidence)
             divisor, equal = self._divisor(evidence)
-            differs = self.not_comparable or ("" if equal else f"the divisors differ: {divisor}")
+            comparable = [p for p in points if not self.control or p.place in equal]
+            same = not self.control or bool(equal and comparable)
+            differs = self.not_comparable or ("" if same else f"the divisors differ: {divisor}")
         except MissingRows as missing:
-            said = self.not_measured or str(missing).partition(" with ")[0]
+            said = self.not_measured or _without_fields(str(missing))
             return Finding("", NOT_MEASURED, said)
         except DifferentGpus as different:
             return Finding("", NOT_COMPARABLE, str(different))
-        judged = rule.judge(self.kind, self.trend, points, beside)
-        words = [self._words(label, points) for label in self.pairs]
-        if len(points) > len(self.pairs):
+        alone = rule.judge(self.kind, self.trend, points, beside)
+        if differs:
+            comparable = points
+        judged = rule.judge(self.kind, self.trend, comparable, beside)
+        words = [self._words(label, comparable) for label in self.pairs]
+        if len(comparable) > len(self.pairs):
             said = "true" if self.trend == "words" else "within the factor"
-            words.append(f"{said} at {sum(judged.within)} of {len(points)} points")
+            words.append(f"{said} at {sum(judged.within)} of {len(comparable)} points")
             if self.trend != "words":
                 agreeing = f"{sum(judged.agreeing)} of {len(judged.agreeing)}"
                 trend = "at least halfway" if self.trend == "size" else f"same {self.trend}"
                 words.append(f"{trend} at {agreeing}")
         if differs:
-            return Finding("; ".join(words), NOT_COMPARABLE, differs)
+            return Finding("; ".join(words), NOT_COMPARABLE, differs, alone.verdict)
         words += [divisor] if divisor else []
         if judged.verdict != REPRODUCED and self.not_measured:
             return Finding("; ".join(words), NOT_MEASURED, self.not_measured)
         if judged.verdict == NOT_MEASURED:
-            low, high = zip(*(rule.ends(point.ours) for point in points), strict=True)
+            low, high = zip(*(rule.ends(point.ours) for point in comparable), strict=True)
             between = f"{min(low):{self.form}} and {max(high):{self.form}}"
             said = f"by the ranges of the two numbers, the ratio is between {between}"
             return Finding("; ".join(words), NOT_MEASURED, said)
         why = {TREND: self.why_trend, REFUTED: self.why_refuted}.get(judged.verdict, "")
         return Finding("; ".join(words), judged.verdict, why)
 
-    def _divisor(self, evidence: Evidence) -> tuple[str, bool]:
-        """Return a text that compares our divisor with the paper's divisor, and if they are equal.
+    def _divisor(self, evidence: Evidence) -> tuple[str, set[rule.Place]]:
+        """Return a text that compares our divisor with the paper's, and the places with equal ones.
 
-        The divisors are equal if their speeds agree at nine of ten points or more. The pairs of
-        speeds are in the field `control`, which the docstring of the class describes. If `control`
-        has several pairs, the text is about the first pair that differs, or about the last pair.
-        Without pairs, the result is an empty text and True.
+        A place says for which sizes a number is. The pairs of speeds are in the field `control`,
+        which the docstring of the class describes. If `control` has several pairs, the divisors of
+        all pairs must be equal. The set is empty if fewer than half of the speeds of a pair are
+        equal. The text is about this pair, or about the last pair. Without pairs, the text is
+        empty.
         """
-        said, equal = "", True
-        for sentence, pair in self.control.items():
+        said, equal = "", set[rule.Place]()
+        for n, (sentence, pair) in enumerate(self.control.items()):
             points = points_of({sentence: pair}, evidence)
-            within = [point.within(rule.FACTORS["speed"]) for point in points]
+            within = {p.place for p in points if p.within(rule.FACTORS["speed"])}
             times = span([point.times for point in points if point.times is not None])
             said = (
-                f"{sentence.format(times)} (within the factor at {sum(within)} of "
-                f"{len(within)} points)"
+                f"{sentence.format(times)} (within the factor at {len(within)} of "
+                f"{len(points)} points)"
             )
-            equal = rule.enough(within)
-            if not equal:
-                break
+            equal = equal & within if n else within
+            if 2 * len(within) < len(points):
+                return said, set()
         return said, equal
 
     def _words(self, label: str, points: Sequence[Point]) -> str:
@@ -266,6 +277,8 @@ def table(questions: Sequence[Question], first: str, what: str) -> Across:
                 verdicts.append(found.verdict)
             was = f" (before: {q.before or 'none'})" if q.before != found.verdict else ""
             verdict = f"**{found.verdict}**{was}" + (f": {found.reason}" if found.reason else "")
+            if found.otherwise:
+                verdict += f" (the numbers alone: {found.otherwise})"
             verdict += f" (the fact of the row {q.same_as}, counted there)" if q.same_as else ""
             data = ", ".join(f"[{name}]" for name in q.experiments)
             cells = [LINK.sub(r"[\1]", words) for words in (q.name, q.words, q.source)]
@@ -276,6 +289,13 @@ def table(questions: Sequence[Question], first: str, what: str) -> Across:
         return Table(rule.tally(verdicts, what, repeated), body)
 
     return _across(questions, make)
+
+
+def _without_fields(message: str) -> str:
+    """Return the message of a `MissingRows` with the series, but without the other columns."""
+    text, _, fields = message.partition(" with ")
+    series = re.search(r"'series': '([^']*)'", fields)
+    return f"{text} of the series {series[1]}" if series else text
 
 
 LINK = re.compile(r"\[([^]]+)\]\(([^)]+)\)")

@@ -12,7 +12,8 @@ NOT_COMPARABLE, NOT_MEASURED = "not comparable", "not measured"
 FACTORS = {"count": 1.02, "ratio": 1.15, "curve": 1.15, "speed": 1.15}
 MOST = 0.9  # the share of points that must agree for "trend only"
 LEVEL = 1.02  # two numbers tie if their ratio is at most this factor, in either direction
-TRENDS = ("order", "shape", "size", "words")
+TRENDS = ("order", "shape", "size", "level", "words")
+NEAR = 1.25  # the trend "level": the largest ratio of a number to 1, in either direction
 
 TEXT = """\
 The rule for verdicts compares our numbers with the published numbers, point by point. In the \
@@ -48,6 +49,8 @@ pass and the sizes.
 do |
 | *size* | our ratio is within the factor of the published ratio, or our ratio is at least halfway \
 from 1 to the published ratio on a logarithmic scale |
+| *level* | the publication says that a number hardly changes: our number and the published number \
+differ by at most a factor of 1.25 from the first number of their series |
 | *words* | the words of the claim are true at this point; if they are true at all points, the \
 verdict is "reproduced" |
 
@@ -61,15 +64,17 @@ ratio.
 ratio must be at least 1.58 (the square root of 2.5), because 1.58 is halfway from 1 to 2.5 on a \
 logarithmic scale. A larger ratio than the published ratio agrees too. If a range is published, \
 its end that is nearer to 1 counts.
-- A published ratio of two speeds is comparable only if our divisor is the paper's divisor. The \
-rule for verdicts tests the divisor if a paper gives the divisor's speed on an H100. An H200 \
-counts as an H100 here, because both have 132 equal multiprocessors; only their memories differ. \
-At nine of ten points, our divisor's speed must be within the factor 1.15 of the published speed. \
-Otherwise the verdict is "not comparable".
+- A published ratio of two speeds is comparable only at points where our divisor is the paper's \
+divisor. The rule for verdicts tests the divisor if a paper gives the divisor's speed on an H100. \
+An H200 counts as an H100 here, because both have 132 equal multiprocessors; only their memories \
+differ. At a comparable point, our divisor's speed is within the factor 1.15 of the published \
+speed. The verdict is about the comparable points. If they are fewer than half of the tested \
+points, the verdict is "not comparable".
 - A measured ratio of two numbers decides nothing if the ranges of the two numbers overlap, and \
-the published ratio is within the factor 1.15 of 1, but does not tie with 1. Our measurement \
-then cannot tell the published ratio from a ratio of 1. If this is true at every point, the \
-verdict is "not measured".
+the published ratio is within the factor 1.15 of 1, but does not tie with 1. The range of our \
+ratio must also reach halfway to the published ratio. Our measurement then cannot tell the \
+published ratio from a ratio of 1. If this is true at every point, the verdict is "not measured". \
+A range that contains 1 and does not reach halfway does not agree with the published ratio.
 - A paper's size, bandwidth or speed of a GPU is comparable only with a number of the same GPU.
 - Numbers that were measured on different GPUs are never divided by each other. A question that \
 needs such a ratio gets the verdict "not comparable".
@@ -254,7 +259,8 @@ def judge(
         One of TRENDS: what must agree if not all points are within the factor.
         "order": which of several numbers for the same sizes is larger. "shape": whether the numbers
         of a series rise, fall or stay level from one size to the next. "size": whether a ratio is
-        at least halfway from 1 to the published ratio. "words": whether a statement is true.
+        at least halfway from 1 to the published ratio. "level": whether the numbers of a series
+        hardly change. "words": whether a statement is true.
     points : sequence of Point
         The points.
     beside : sequence of Point, default ()
@@ -280,7 +286,16 @@ def judge(
     elif trend == "shape":
         agreeing = _in_shape(points, factor)
     elif trend == "size":
+        # A range that contains 1, but does not reach halfway, is a ratio of 1.
+        within = [
+            near and (undecided(p, factor) or not _near_one(p, factor))
+            for near, p in zip(within, points, strict=True)
+        ]
         agreeing = [near or halfway(p) for near, p in zip(within, points, strict=True)]
+    elif trend == "level":
+        agreeing = [
+            all(1 / NEAR <= x <= NEAR for x in (p.ours, *ends(p.published))) for p in points
+        ]
     else:
         agreeing = within
     if trend == "size" and points and all(undecided(point, factor) for point in points):
@@ -294,16 +309,26 @@ def enough(agreeing: Sequence[bool]) -> bool:
     return bool(agreeing) and sum(agreeing) >= MOST * len(agreeing)
 
 
-def undecided(point: Point, factor: float) -> bool:
-    """Return whether a measured ratio cannot tell the published ratio from a ratio of 1.
+def _near_one(point: Point, factor: float) -> bool:
+    """Return whether our ratio ties with 1 by its range, and the published ratio is close to 1.
 
-    This is the case if our two numbers tie because their ranges overlap, and 1 is within `factor`
-    of the published ratio, but does not tie with it. A published range decides every point.
+    The published ratio is then within `factor` of 1, but does not tie with it.
     """
     if isinstance(point.published, Bounds) or tied(point.published, 1.0):
         return False
     low, high = ends(point.ours)
     return low < 1 < high and replace(point, ours=1.0).within(factor)
+
+
+def undecided(point: Point, factor: float) -> bool:
+    """Return whether a measured ratio cannot tell the published ratio from a ratio of 1.
+
+    This is the case if our two numbers tie because their ranges overlap, and 1 is within `factor`
+    of the published ratio, but does not tie with it. The range of our ratio must also reach halfway
+    to the published ratio (see `halfway`). A published range decides every point.
+    """
+    reaches = any(halfway(replace(point, ours=end)) for end in ends(point.ours))
+    return reaches and _near_one(point, factor)
 
 
 def halfway(point: Point) -> bool:
