@@ -77,6 +77,11 @@ ONCE = 8e-9 * measured.LAYER.heads_q * measured.LAYER.seqlen_q * measured.LAYER.
 STANDARD = {"standard": (layer("standard-mma"), Bounds(17.35, 17.85))}
 
 
+def near(said: float) -> Bounds:
+    """Return the numbers whose nearest power of ten is `said`, such as 32 to 316 for 100."""
+    return Bounds(said / math.sqrt(10), said * math.sqrt(10))
+
+
 def errors(*inputs: str) -> Pairs:
     """Return the largest error of each loop order in fp32, and the error that claim C2 allows.
 
@@ -84,7 +89,8 @@ def errors(*inputs: str) -> Pairs:
     """
     return {
         order: (rows("numerics", "head_dim", "place", "seqlen_q", series=series, dtype="float32",
-                     metric="max_error", place=inputs, source="measured"), Bounds(0, 1e-5))
+                     metric="max_error", place=inputs, source="measured"),
+                Bounds(0, near(1e-5).high))
         for order, series in FLASH.items()
     }  # fmt: skip
 
@@ -127,8 +133,8 @@ def growth(series: str, source: str) -> Quantity:
     return intensity("io_vs_seqlen", *at, source=source, series=series, unit="bytes").steps()
 
 
-def wide_over_narrow(order: str, **how: Any) -> Quantity:
-    """Return a number of calls in fp16 at d=128, divided by the same number at d=64.
+def wide_over_narrow(order: str, wide: int = 128, narrow: int = 64, **how: Any) -> Quantity:
+    """Return a number of calls in fp16 at d=`wide`, divided by the same number at d=`narrow`.
 
     `order` is "FA-1" or "FA-2". Of several grids, the grid with the smaller number counts. The rows
     are rows of times. The number is the time, unless `how` contains the entry "value": a
@@ -137,7 +143,7 @@ def wide_over_narrow(order: str, **how: Any) -> Quantity:
     """
     calls = partial(rows, "speed_fp16", "causal", "seqlen_q", series=IN_FP16[order],
                     metric="time", fold=min, **how)  # fmt: skip
-    return calls(head_dim=128) / calls(head_dim=64)
+    return calls(head_dim=wide) / calls(head_dim=narrow)
 
 
 def over_blocks(series: str, **fields: Any) -> Quantity:
@@ -205,6 +211,16 @@ def executed(series: str, pass_: str) -> Quantity:
                    value=lambda row: (1 + (row.metric == "ffma")) * row.number)  # fmt: skip
 
 
+def traffic_over(series: str, *dims: int) -> Quantity:
+    """Return the DRAM bytes of standard attention / the DRAM bytes of a series, forward in fp32.
+
+    `dims` are head dimensions. There is one number for each head dimension and sequence length.
+    """
+    of = partial(rows, "io_vs_seqlen", "head_dim", "seqlen_q", source="dram", metric="traffic",
+                 head_dim=dims)  # fmt: skip
+    return of(series="standard-simt") / of(series=series)
+
+
 def gain(fused: str | tuple[str, ...], pass_: str) -> Quantity:
     """Return the speed of a fused series / the speed of torch's unfused attention.
 
@@ -214,11 +230,12 @@ def gain(fused: str | tuple[str, ...], pass_: str) -> Quantity:
     return speed(fused, pass_) / speed(UNFUSED, pass_)
 
 
-def won(lengths: str, *orders: str) -> Pairs:
+def won(lengths: str, *orders: str, batches: tuple[int, ...] = (1, 16)) -> Pairs:
     """Return ratios of times, unfused / fused attention, and the bounds that claim C9 allows.
 
     `orders` are loop orders: "FA-1" or "FA-2". FA-2 includes torch's fused kernels. FA-1 has the
-    grid of the paper, with one thread block per batch entry and head.
+    grid of the paper, with one thread block per batch entry and head. `batches` are batch sizes.
+    All calls have 8 heads.
 
     | `lengths` | sequence lengths | ratios that the claim allows |
     |---|---|---|
@@ -228,7 +245,7 @@ def won(lengths: str, *orders: str) -> Pairs:
     The claim says nothing about lengths from 1024 to 2047.
     """
     by = ("dtype", "head_dim", "batch", "pass_", "seqlen_q")
-    times = partial(rows, "crossover", *by, causal=False, **TIMES)
+    times = partial(rows, "crossover", *by, causal=False, batch=batches, **TIMES)
     low, high, said = (0, 1023, Bounds(0, 1.15)) if lengths == "short" else (2048, math.inf, MORE)
     ours = "standard-mma", "standard-simt"
     compared: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {}
@@ -244,15 +261,15 @@ def won(lengths: str, *orders: str) -> Pairs:
     }  # fmt: skip
 
 
-def over(causal: bool, *orders: str) -> Pairs:
+def over(causal: bool, *orders: str, dims: tuple[int, ...] = (64, 128)) -> Pairs:
     """Return a fused speed / standard attention's speed, and the range that claim C10 gives for it.
 
     The speeds are those of long sequences in fp16. `orders` are loop orders: "FA-1" or "FA-2".
     FA-1 has its faster grid. Standard attention is torch's attention, with the faster way to hide
-    scores, and our standard attention.
+    scores, and our standard attention. `dims` are head dimensions.
     """
     calls = partial(rows, "speed_fp16", "pass_", *AT, metric="speed", pass_=("fwd", "fwd+bwd"),
-                    seqlen_q=(4096, 8192, 16384), head_dim=(64, 128), causal=causal,
+                    seqlen_q=(4096, 8192, 16384), head_dim=dims, causal=causal,
                     fold=max)  # fmt: skip
     standards = {"torch's unfused": UNFUSED, "our standard": "standard-mma"}
     return {f"{order} / {label}": (
@@ -274,18 +291,17 @@ def accesses(series: str) -> Quantity:
     return rows("io_vs_seqlen", "head_dim", "seqlen_q", series=series, **MODEL)
 
 
-def growth_of_accesses(order: str, one: bool) -> Quantity:
+def growth_of_accesses(order: str) -> Quantity:
     """Return how accesses grow when the sequence length doubles: accesses at N / accesses at N/2.
 
     The accesses are closed forms. `order` is "FA-1" or "FA-2". The ratios are by head dimension and
     N. The outer loop of FA-1 runs over tiles of Bc keys. The outer loop of FA-2 runs over tiles of
-    Br rows. If `one` is true, the result contains the lengths N that fit into one tile of the outer
-    loop. If `one` is false, it contains the larger lengths.
+    Br rows. The result contains the lengths N with more than one tile of the outer loop.
     """
     series, of = FLASH[order], attrgetter("Bc" if order == "FA-1" else "Br")
     tile = rows("io_vs_seqlen", "head_dim", "seqlen_q", series=series, fold=max,
                 value=lambda row: float(row.seqlen_q <= of(row)), **MODEL)  # fmt: skip
-    return accesses(series).steps().only(tile.equal(float(one)))
+    return accesses(series).steps().only(tile.equal(0.0))
 
 
 def layers(series: str, part: str, metric: str) -> Quantity:
@@ -348,13 +364,16 @@ def beside_products(unit: str) -> Quantity:
     return of(series=f"fa1-{unit}-splits") / of(series=f"fa2-{unit}-fa1-tiles")
 
 
-def in_regime(order: str, pass_: str, *lengths: int) -> Pairs:
+def in_regime(order: str, pass_: str, *lengths: int, wide: bool | None = None) -> Pairs:
     """Return a speed on mma / the speed of torch's unfused attention, and the ratio of claim C36.
 
     The speeds are in fp16. `order` is "FA-1" or "FA-2". FA-1 has its faster grid. Only the sequence
-    lengths `lengths` are included.
+    lengths `lengths` are included. If `wide` is True, only the sizes at which FA-1 gains least are
+    included: d=128 without a mask, and d=256. If it is False, only the other sizes are included.
     """
-    found = gain(IN_FP16[order], pass_).where(lambda d, causal, N: N in lengths)
+    found = gain(IN_FP16[order], pass_).where(
+        lambda d, causal, N: N in lengths and wide in (None, d > 128 or d > 64 and not causal)
+    )
     return {f"{order} / torch's unfused": (found, TWICE)}
 
 
@@ -372,11 +391,6 @@ def latency(level: str) -> Quantity:
         return memory("latency", series=memory_hierarchy.CHASE_SHARED)
     place = f"{memory_hierarchy.DRAM_KIB} KiB"
     return memory("latency", series=memory_hierarchy.CHASE_GLOBAL, place=place)
-
-
-def near(said: float) -> Bounds:
-    """Return the numbers whose nearest power of ten is `said`, such as 32 to 316 for 100."""
-    return Bounds(said / math.sqrt(10), said * math.sqrt(10))
 
 
 def causal_over_full(order: str) -> Quantity:
@@ -403,24 +417,25 @@ CACHES = {
 }
 
 
-def smaller_blocks(pass_: str, *orders: str) -> Pairs:
-    """Return the area of a block at d=128 / its area at d=64, and the bounds of claim C19.
+def smaller_blocks(pass_: str, *orders: str, wide: int = 128, narrow: int = 64) -> Pairs:
+    """Return the area of the fastest block at d=`wide` / at d=`narrow`, and claim C19's bounds.
 
     `orders` are loop orders: "FA-1" or "FA-2".
     """
-    area = partial(wide_over_narrow, pass_=pass_, value=lambda row: float(row.Br * row.Bc))
-    return {f"{order}, block area at d=128 / at d=64": (area(order), Bounds(0, 0.99))
+    area = partial(wide_over_narrow, wide=wide, narrow=narrow, pass_=pass_,
+                   value=lambda row: float(row.Br * row.Bc))  # fmt: skip
+    return {f"{order}, block area at d={wide} / at d={narrow}": (area(order), Bounds(0, 0.99))
             for order in orders}  # fmt: skip
 
 
-def more_time(pass_: str, *orders: str) -> Pairs:
-    """Return the time of a call at d=128 / the time at d=64, and the bounds of claim C19.
+def more_time(pass_: str, *orders: str, wide: int = 128, narrow: int = 64) -> Pairs:
+    """Return the time of a call at d=`wide` / at d=`narrow`, and the bounds of claim C19.
 
     `orders` are loop orders: "FA-1" or "FA-2". FA-1 has its faster grid.
     """
-    return {f"{order}, time at d=128 / at d=64": (
-        wide_over_narrow(order, pass_=pass_), Bounds(1.01, math.inf)) for order in orders
-    }  # fmt: skip
+    return {f"{order}, time at d={wide} / at d={narrow}": (
+        wide_over_narrow(order, wide, narrow, pass_=pass_), Bounds(1.01, math.inf))
+            for order in orders}  # fmt: skip
 
 
 IN_ORDERS: dict[str, Pairs] = {}
@@ -432,9 +447,6 @@ for order, series in FLASH.items():
         f"C5, {order}": {f"{order}, GB": (layer(half), ONCE)},
         f"C8, {order}": {"P, GB": (GB_OF_P, 4.3), **STANDARD, order: (layer(half), 0.27),
                          f"standard / {order}": (layer("standard-mma") / layer(half), 65.0)},
-        f"C9, long, {order}": won("long", order),
-        f"C10, no mask, {order}": over(False, order),
-        f"C19, blocks, forward, {order}": smaller_blocks("fwd", order),
         f"C19, time, backward, {order}": more_time("bwd", order),
         f"C27, {order}": {f"{order} at 2N / at N": (growth(series, "dram"), Bounds(1.15, math.inf)),
                           "standard at 2N / at N": (
@@ -443,7 +455,6 @@ for order, series in FLASH.items():
                           for name in (series, half)},
         f"C35, {order}": {"gain in fp32 on CUDA cores / gain in fp16 on tensor cores": (
             gain_of_unit("speed", "simt", order) / gain_of_unit("speed_fp16", "mma", order), LESS)},
-        f"C36, long prefill, {order}": in_regime(order, "fwd", 4096, 8192, 16384),
     }  # fmt: skip
 PAIRS: dict[str, Pairs] = IN_ORDERS | {
     "C1": {"share of equal elements": (
@@ -455,10 +466,13 @@ PAIRS: dict[str, Pairs] = IN_ORDERS | {
                   for order, series in FLASH.items()},
     "C4": {"elements": (accesses("standard-simt"), lambda d, N: 4.0 * N * (d + N))},
     "C6": exponents("fwd"),
-    **{f"C7, {part}": {f"{order} at 2N / at N": (growth_of_accesses(order, one), 2.0)
-                       for order in FLASH}
-       for part, one in (("one tile", True), ("several tiles", False))},
+    "C7": {f"{order} at 2N / at N": (growth_of_accesses(order), 2.0) for order in FLASH},
     "C9, short": won("short", *FLASH),
+    **{f"C9, long, FA-1, {8 * batch} heads": won("long", "FA-1", batches=(batch,))
+       for batch in (1, 16)},
+    "C9, long, FA-2": won("long", "FA-2"),
+    **{f"C10, no mask, FA-1, d={d}": over(False, "FA-1", dims=(d,)) for d in (64, 128)},
+    "C10, no mask, FA-2": over(False, "FA-2"),
     "C10, causal": over(True, *FLASH),
     "C11": SOFTMAXES,
     "C12": {"standard": (counted("standard-simt", ("S", "P"), "loads", per=N * N), 2.0),
@@ -481,15 +495,22 @@ PAIRS: dict[str, Pairs] = IN_ORDERS | {
             "writes of O, Q outer": (counted("fa2-simt", "O", "stores", per=N * D), 1.0)},
     "C16": {"FA-1, tiles": tiles("fa1-simt", "Q", causal=True),
             "FA-2, tiles": tiles("fa2-simt", "K", causal=True)},
-    "C16, time": {f"{order}, causal / not causal": (causal_over_full(order), 0.5)
-                  for order in FLASH},
+    "C16, time, FA-1": {"FA-1, causal / not causal": (causal_over_full("FA-1"), 0.5)},
+    **{f"C16, time, FA-2, {part}": {"FA-2, causal / not causal": (
+        causal_over_full("FA-2").where(lambda *at, low=low, high=high: low <= at[-1] <= high), 0.5)}
+       for part, low, high in (("short", 0, 2048), ("long", 4096, 16384))},
     "C17": {f"{order} at 2N / at N": (
         training(series.replace("simt", "mma"), "plain", "memory", pass_="fwd+bwd").steps(), 2.0)
         for order, series in FLASH.items()},
     "C18": {f"{order}: additional accesses / N²": (dropped(series), 0.0)
             for order, series in FLASH.items()},
+    **{f"C19, blocks, forward, FA-1, {d}": smaller_blocks("fwd", "FA-1", wide=d, narrow=d // 2)
+       for d in (128, 256)},
+    "C19, blocks, forward, FA-2": (
+        smaller_blocks("fwd", "FA-2") | smaller_blocks("fwd", "FA-2", wide=256, narrow=128)),
     "C19, blocks, backward": smaller_blocks("bwd", *FLASH),
-    "C19, time, forward": more_time("fwd", *FLASH),
+    **{f"C19, time, forward, {wide}": more_time("fwd", *FLASH, wide=wide, narrow=wide // 2)
+       for wide in (128, 256)},
     "C20": {f"{series}, block doubled": (
         over_blocks(series, source="model", unit="bytes").steps(), Bounds(0, 0.99))
             for series in ("fa1-simt", "fa1-mma", "fa2-simt", "fa2-mma")},
@@ -508,9 +529,10 @@ PAIRS: dict[str, Pairs] = IN_ORDERS | {
     **{f"C25, FLOPs, {what}": {f"{order} / standard": (
         executed(series, pass_) / executed("standard-simt", pass_), Bounds(1, 1.15))
         for order, series in FLASH.items()} for what, pass_ in PASSES.items()},
-    "C25, traffic": {f"standard / {order}": (
-        at_1024("standard-simt", source="dram") / at_1024(series, source="dram"),
-        Bounds(2, math.inf)) for order, series in FLASH.items()},
+    **{f"C25, traffic, {order}{part}": {f"standard / {order}": (
+        traffic_over(FLASH[order], *dims), TWICE)}
+       for order, part, dims in (("FA-1", ", d=64", (64,)), ("FA-1", ", d=128", (128,)),
+                                 ("FA-2", "", (64, 128)))},
     "C26, ours": {"safe / online": (softmax_over_online("softmax-safe"), 2.5)},
     "C26, torch's": {"torch's / online": (softmax_over_online("torch-softmax"), 2.5)},
     "C26, inside": {f"{label} / online": (
@@ -539,7 +561,12 @@ PAIRS: dict[str, Pairs] = IN_ORDERS | {
                         for unit in ("simt", "mma", "wgmma")},
     "C31, statistics": {"accesses to l, m and L, K/V outer / Q outer": (
         counted("fa1-simt", ("l", "m")) / counted("fa2-simt", "L"), TWICE)},
-    "C32": {f"standard / {order}, {dtype}": (
+    "C32, DRAM": {f"standard / {order}": (
+        rows("crossover", "dtype", source="dram", metric="traffic", seqlen_q=128,
+             series="standard-simt")
+        / rows("crossover", "dtype", source="dram", metric="traffic", seqlen_q=128, series=series),
+        Bounds(1 / 1.15, 1.15)) for order, series in FLASH.items()},
+    "C32, accesses": {f"standard / {order}, {dtype}": (
         accessed_at_128(series.replace("simt", unit)), Bounds(1 / 1.15, 1.15))
         for order, series in FLASH.items() for unit, dtype in (("simt", "fp32"), ("mma", "fp16"))},
     "C33, layer": {
@@ -559,8 +586,13 @@ PAIRS: dict[str, Pairs] = IN_ORDERS | {
     "C36, short prefill": {
         f"torch's unfused / {label}": (short_prefill(series), Bounds(0, 1.15))
         for label, series in (("our FA-1", "fa1-mma"), ("torch's FA-2", "torch-fa2"))},
-    "C36, training": {label: pair for order in FLASH for label, pair in
-                      in_regime(order, "fwd+bwd", 1024, 2048, 4096).items()},
+    "C36, long prefill, FA-2": in_regime("FA-2", "fwd", 4096, 8192, 16384),
+    **{f"C36, long prefill, FA-1, {part}": in_regime("FA-1", "fwd", 4096, 8192, 16384, wide=wide)
+       for part, wide in (("gains", False), ("rest", True))},
+    **{f"C36, training, {part}": {
+        label: pair for order in FLASH for label, pair in
+        in_regime(order, "fwd+bwd", 1024, 2048, 4096, wide=wide).items()}
+       for part, wide in (("gains", False), ("rest", True))},
     **{f"C37, {name}": {f"{name}, ns": (latency(level), near(said))}
        for name, level, said in (("SRAM", "shared", 1.0), ("HBM", "DRAM", 100.0))},
 }  # fmt: skip

@@ -355,6 +355,8 @@ PAIRS["fa2-words"] = {
     f"FA-2 / FA-1, {words}": (speed("fa2-mma", pass_) / speed(FASTER_FA1, pass_), 2.0)
     for words, pass_ in (("forward", "fwd"), ("backward", "bwd"), ("both", "fwd+bwd"))
 }
+# FA-1's paper does not give PyTorch's speed on an H100. FA-2's Figure 7 does.
+CONTROL["fa1-fig3-plain"] = divisor("fa2", "Fig. 7", "PyTorch", "fwd+bwd", "torch-unfused")
 CONTROL["fa2-words"] = divisor("fa2", "Fig. 7", "FlashAttention", "fwd+bwd", FASTER_FA1)
 # FA-3's abstract says that FA-3 reaches up to 740 TFLOP/s in fp16. The largest speed counts.
 PAIRS["fa3-words-speed"] = {
@@ -463,7 +465,7 @@ PAIRS |= {
         / fp8_rmse(fp8_errors.FA2, fp8_errors.BOTH), FP8_GAIN)},
     "fa3-words-fp8": {"our FA-2": (
         rows(speed_fp8.NAME, "head_dim", "seqlen_q", series=HOPPER, metric="speed",
-             dtype=E4M3.name, causal=False, source="measured").most(), FP8_SPEED)},
+             dtype=E4M3.name, causal=False, source="measured").most().most(), FP8_SPEED)},
     "fa3-table2, pipelining": ablated(ladder.NO_OVERLAP),
     "fa3-table2, specialisation": ablated(ladder.NO_PRODUCER),
     "decoding-whole, flat": {"FA-2": decoding(*WHOLE, 256, 4096)},
@@ -479,8 +481,10 @@ PAIRS |= {
             ("safe, then top-k", "safe-top-k", "safe softmax then TopK"),
             ("online, then top-k", "online-top-k", "online softmax then TopK"),
             ("fused", softmax_top_k.FUSED, "online softmax+TopK fused"))},
-    "softmax-top-k-lengths": {"K=5, safe and then top-k / fused": (
-        top_k_over_fused("batch", "seqlen_q", place="K=5"), Bounds(1.5, 5))},
+    **{f"softmax-top-k-lengths, {part}": {"K=5, safe and then top-k / fused": (
+        top_k_over_fused("batch", "seqlen_q", place="K=5").where(
+            lambda _, V, part=part: (V < 2048) == (part == "short")), Bounds(1.5, 5))}
+       for part in ("long", "short")},
     "softmax-top-k-speed": {
         f"K={k}, safe and then top-k / fused": (
             top_k_over_fused(place=f"K={k}", **LONG_VECTORS), said)
@@ -511,6 +515,10 @@ KEPT = rescalings("rescale-threshold") / rescalings("rescale-always")
 NEARLY_ALL, TENTH = Bounds(MOST, 1), Bounds(0, 0.1)
 PAIRS |= {
     "fa4-exp2": {
+        "share of results equal to the hardware's": (
+            rows(fa4_softmax.NAME, series="exp2-hardware", metric="identical"),
+            NEARLY_ALL,
+        ),
         "share of equal results": (share_of("identical"), NEARLY_ALL),
         "share of results at most one unit off": (share_of("within_one"), NEARLY_ALL),
     },
