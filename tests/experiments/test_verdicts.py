@@ -486,6 +486,19 @@ def test_a_claim_about_flashattention_has_a_number_of_fa1():
     assert without_fa1([alone]) == {"C9, long, FA-2"}
 
 
+def test_the_times_at_which_two_curves_of_decoding_begin():
+    """They are in the reason why these curves are not comparable."""
+    reason = next(q for q in QUESTIONS if q.key == "decoding-whole, flat").not_comparable
+    ours = [row.number for row in recorded("decode") if row.series == "fa2-mma"
+            and row.metric == "time" and (row.heads_q, row.heads_k) == (16, 2)
+            and row.seqlen_k == 256 and row.dtype == "float16"]  # fmt: skip
+    said = lookup(
+        paper="flash-decoding", item="micro-benchmark", method="FlashAttention v2.0.9",
+        seqlen="256")  # fmt: skip
+    times = f"{float(said[0]['value']):.0f} us, and our time is {1000 * min(ours):.0f} us"
+    assert times in reason and len(said) == 1
+
+
 def test_the_parts_of_claim_c21_contain_every_measured_size():
     def sizes(*bounds):
         quantity = claims.reading(*bounds)
