@@ -157,6 +157,8 @@ SEQUENCES = [
 BLOCKS = [
     # algorithm, Hq, Hk, Nq, Nk, d, tiles, blocks left in, options
     ("fa2", 1, 1, 130, 700, 64, Tiles(64, 32), lambda h, i, j: (i + j) % 7 == 0 and j < 9, {}),
+    # The loader of K ends the wait of the loader of Q before the last column tile.
+    ("fa2", 1, 1, 200, 640, 8, Tiles(64, 64), lambda h, i, j: (i, j) != (1, 3), {}),
     ("fa2", 2, 1, 200, 260, 128, Tiles(128, 64), lambda h, i, j: (h + i) % 2 == 0, {}),
     ("fa2", 4, 1, 20, 300, 64, Tiles(64, 64), lambda h, i, j: (j + h) % 3 == 1, {"kv_splits": 2}),
     ("fa2", 1, 1, 200, 260, 64, Tiles(128, 64), lambda h, i, j: False, {"causal": True}),
