@@ -878,6 +878,18 @@ def test_pages_of_the_host_are_copied_back_after_an_append(gpu, monkeypatch, dty
     assert {x.ctypes.data for x in written} == {x.ctypes.data for x in pages.values()}
 
 
+@pytest.mark.parametrize("dtype", ["float32", "uint8"])  # the bits of e4m3 are in uint8
+def test_new_rows_are_on_the_device_of_the_pages(gpu, dtype):
+    stored = np.zeros((1, 1, 16, 16), dtype)
+    pages = {n: on_gpu(stored) for n in ("k_pages", "v_pages")}
+    if dtype == "uint8":
+        pages |= {n: on_gpu(np.ones((1, 1), np.float32)) for n in ("k_scale", "v_scale")}
+    new = {n: on_gpu(np.ones((1, 1, 2, 16), np.float32), gpu=1) for n in ("k_new", "v_new")}
+    with pytest.raises(ValueError, match="must be on the device of k_pages"):
+        fa_numba.append_kv(**pages, **new, block_table=[[0]], kv_lens=[3])
+    assert not gpu.log
+
+
 @pytest.mark.parametrize(
     "function",
     [

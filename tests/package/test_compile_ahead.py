@@ -42,6 +42,11 @@ def test_each_kernel_is_compiled_once_for_the_gpu_of_its_plan(built):
     assert len(built) == 2
 
 
+def test_a_machine_with_an_unknown_number_of_cores_compiles_in_one_process(built, monkeypatch):
+    monkeypatch.setattr(ahead.os, "cpu_count", lambda: None)
+    assert ahead.compile_ahead(plans() + plans((9, 0), unit="mma")) == (2, 0)
+
+
 def test_a_plan_of_the_emulator_is_for_hopper(built):
     with fa_numba.device.using("emulator"):
         plan = fa_numba.plan(SHAPE, SHAPE)
