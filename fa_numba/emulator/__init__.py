@@ -21,6 +21,7 @@ thread block, thread, array and source line.
     rewrite.py           rewrites a kernel's statements so that one run computes all lanes
     expressions.py       rewrites a kernel's expressions for the same purpose
     syntax.py            helpers of rewrite.py and expressions.py for syntax trees
+    widths.py            finds variables that Numba would make 64 bits wide
     rebind.py            replaces numba.cuda's names by the emulator's names
     simulator.py         imports numba.cuda without Numba's own simulator
     namespace.py         the emulator's names: `cuda`, `math`, types
@@ -73,6 +74,7 @@ from .errors import (
     SharedHazard,
     TimeLimit,
     UninitialisedRead,
+    WrongType,
 )
 from .global_memory import GlobalArray
 from .local_memory import LocalArray

@@ -132,6 +132,13 @@ class EmulatorError(RuntimeError):
         super().__init__(framed(text, block, thread, array, line))
 
 
+class WrongType(EmulatorError):
+    """A variable of a kernel of this package that Numba would make 64 bits wide on a GPU.
+
+    The error is raised before the kernel's first run. The emulator's own results would not differ.
+    """
+
+
 class SharedHazard(EmulatorError):
     """A race in shared memory.
 

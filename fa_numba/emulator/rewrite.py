@@ -26,6 +26,7 @@ import copy
 from types import CodeType
 from typing import Any
 
+from .errors import WrongType
 from .expressions import Expressions
 from .source_lines import definition
 from .syntax import (
@@ -47,6 +48,7 @@ from .syntax import (
     set_mask,
     when,
 )
+from .widths import is_checked, message
 
 # Cache: maps (id of the code, masked) to the code, the rewritten code and the names it takes.
 _rewritten: dict[tuple[int, bool], tuple[CodeType, CodeType, frozenset[str]]] = {}
@@ -58,7 +60,8 @@ def rewritten(code: CodeType, masked: bool = False) -> tuple[CodeType, frozenset
     If `masked`, lanes may disagree on a `break`, `continue` or `return`.
 
     Raises ValueError if the source is not available, or has statements that are not supported, such
-    as `try`, `with`, `yield`, `else` of a loop, or a function inside the function.
+    as `try`, `with`, `yield`, `else` of a loop, or a function inside the function. Raises WrongType
+    if a kernel of this package has a variable that Numba would make 64 bits wide.
     """
     known = _rewritten.get((id(code), masked))
     if known is None or known[0] is not code:
@@ -80,6 +83,8 @@ def _rewrite(code: CodeType, masked: bool) -> tuple[CodeType, frozenset[str]]:
             "the emulator runs a kernel from its source text, which must be in a file or a "
             f"notebook's cell, got {place}, whose source is not available"
         )
+    if is_checked(code.co_filename) and (wide := message(found, code.co_filename)):
+        raise WrongType(wide)
     try:
         node = _Function(found, masked).rewritten()
     except _Unsupported as error:

@@ -1,13 +1,17 @@
 """The kernels' language: few names and arguments, and each part has one name in a unit."""
 
 import ast
+import inspect
 import re
 from collections import defaultdict
 from pathlib import Path
 
+import numpy as np
 import pytest
+from numba import cuda
 
-from fa_numba import kernels, parts
+from fa_numba import emulator, kernels, parts
+from fa_numba.emulator import rewrite, widths
 
 KERNELS = sorted(Path(kernels.__path__[0]).rglob("*.py"))
 PARTS = Path(parts.__path__[0])
@@ -79,61 +83,9 @@ def test_a_part_has_one_name_within_a_unit(unit):
 # --- integers stay 32 bits wide ------------------------------------------------------------------
 
 
-def assigned(node):
-    """Yield (target, value) of an assignment, for a tuple each of its elements."""
-    for target in node.targets:
-        if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
-            yield from zip(target.elts, node.value.elts, strict=True)
-        else:
-            for name in target.elts if isinstance(target, ast.Tuple) else [target]:
-                yield name, node.value
-
-
-def is_of_compile_time(node):
-    """Return whether an expression has integers and capitalised names only, such as ``2 * Bc``."""
-    return all(
-        isinstance(x, (ast.BinOp, ast.operator, ast.expr_context))
-        or (isinstance(x, ast.Constant) and isinstance(x.value, int))
-        or (isinstance(x, ast.Name) and x.id[:1].isupper())
-        for x in ast.walk(node)
-    )
-
-
-def step_of(name, value):
-    """Return what an assignment adds to the name or subtracts from it, None if it does neither."""
-    if isinstance(value, ast.BinOp) and isinstance(value.op, (ast.Add, ast.Sub)):
-        sides = (value.left, value.right)
-        for own, other in zip(sides, sides[::-1], strict=True):
-            if isinstance(own, ast.Name) and own.id == name:
-                return other
-    return None
-
-
-def is_int64(value):
-    return isinstance(value, ast.Call) and ast.unparse(value.func) == "int64"
-
-
 def widened(tree):
-    """Yield (line, name) of steps such as ``j0 = j0 + Bc``, without ``uint32(...)``.
-
-    A number of compile time is an int64, so that Numba would make the variable an int64 in the
-    whole kernel. Variables that are int64 from the beginning, or floats, may have such steps.
-    """
-    for function in functions(tree):
-        steps, wide = [], set()
-        for node in ast.walk(function):
-            if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
-                if isinstance(node.op, (ast.Add, ast.Sub)) and is_of_compile_time(node.value):
-                    steps.append((node.lineno, node.target.id))
-            elif isinstance(node, ast.Assign):
-                for target, value in assigned(node):
-                    name = ast.unparse(target)
-                    step = step_of(name, value)
-                    if step is not None and is_of_compile_time(step):
-                        steps.append((node.lineno, name))
-                    elif isinstance(value, (ast.BinOp, ast.Constant)) or is_int64(value):
-                        wide.add(name)
-        yield from (step for step in steps if step[1] not in wide)
+    """(line, name) of steps of integers that Numba would make 64 bits wide."""
+    return [found[:2] for function in functions(tree) for found in widths.widened(function)]
 
 
 def test_steps_of_integers_have_a_type():
@@ -153,22 +105,8 @@ def test_steps_of_integers_have_a_type():
 
 
 def untyped_floats(tree):
-    """Yield (line, text) of float literals in functions that are not inside ``float32(...)``.
-
-    Python's floats are float64 on the GPU. A product with one makes the whole sum a float64, which
-    the emulator computes in float32 nonetheless.
-    """
-    for function in functions(tree):
-        typed = {
-            inner
-            for call in ast.walk(function)
-            if isinstance(call, ast.Call) and ast.unparse(call.func) == "float32"
-            for inner in ast.walk(call)
-        }
-        for node in ast.walk(function):
-            bare = isinstance(node, ast.Constant) and node not in typed
-            if bare and isinstance(node.value, float):
-                yield node.lineno, ast.unparse(node)
+    """(line, name, reason) of float literals that Numba would make float64."""
+    return [found for function in functions(tree) for found in widths.untyped_floats(function)]
 
 
 def test_floats_have_a_type():
@@ -181,4 +119,44 @@ def test_floats_have_a_type():
         if bare != text and "." in re.search(r"\bfloat32\((-?\d[\d.e]*)\)", text)[1]:
             planted += bool(list(untyped_floats(ast.parse(bare))))
     assert planted > 10
-    assert list(untyped_floats(ast.parse("def f(x):\n    return x * 1.0"))) == [(2, "1.0")]
+    literal = "1.0 is a float64. Write float32(1.0)"
+    assert untyped_floats(ast.parse("def f(x):\n    return x * 1.0")) == [
+        (2, "the result of f", literal)
+    ]
+
+
+def faulty_step(x):
+    i = cuda.threadIdx.x
+    while i < 4:
+        x[i] = i
+        i = i + LANES
+
+
+def faulty_product(x):
+    y = x[cuda.threadIdx.x] * 1.0
+    x[cuda.threadIdx.x] = y
+
+
+LANES = 2
+
+
+@pytest.mark.parametrize(
+    ("kernel", "name", "why"),
+    [
+        (faulty_step, "i", r"a number of compile time is added\. Write i = uint32\(i \+ \.\.\.\)"),
+        (faulty_product, "y", r"1\.0 is a float64\. Write float32\(1\.0\)"),
+    ],
+)
+def test_the_emulator_reports_a_type_that_numba_would_give_differently(
+    monkeypatch, kernel, name, why
+):
+    """In kernels of this package, with variable and line. Kernels of users are not checked."""
+    x, launched = np.zeros(4, np.float32), cuda.jit(kernel)
+    emulator.launch(launched, 1, 2, x)
+    lines, first = inspect.getsourcelines(kernel)
+    line = first + next(n for n, text in enumerate(lines) if "i + LANES" in text or "1.0" in text)
+    monkeypatch.setattr(widths, "FOLDERS", (str(Path(__file__).parent),))
+    monkeypatch.setattr(rewrite, "_rewritten", {})
+    said = rf"Numba would make {name} 64 bits wide: {why} \(test_language\.py:{line}\)"
+    with pytest.raises(emulator.WrongType, match=said):
+        emulator.launch(launched, 1, 2, x)
