@@ -506,8 +506,10 @@ PAIRS: dict[str, Pairs] = IN_ORDERS | {
             for order, series in FLASH.items()},
     **{f"C19, blocks, forward, FA-1, {d}": smaller_blocks("fwd", "FA-1", wide=d, narrow=d // 2)
        for d in (128, 256)},
-    "C19, blocks, forward, FA-2": (
-        smaller_blocks("fwd", "FA-2") | smaller_blocks("fwd", "FA-2", wide=256, narrow=128)),
+    "C19, blocks, forward, FA-2": {
+        **smaller_blocks("fwd", "FA-2"),
+        **smaller_blocks("fwd", "FA-2", wide=256, narrow=128),
+    },
     "C19, blocks, backward": smaller_blocks("bwd", *FLASH),
     **{f"C19, time, forward, {wide}": more_time("fwd", *FLASH, wide=wide, narrow=wide // 2)
        for wide in (128, 256)},
