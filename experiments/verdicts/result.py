@@ -142,7 +142,7 @@ def traffic(found: Evidence) -> str:
         "shortest sequence lengths.",
         f"With Q outer in fp32, DRAM moves {over(of('fa2-simt', 'dram'), once)} times the size of "
         "Q, K, V and O together, for every N. With Q outer, every row tile reads K and V of the "
-        "tile's head again, but K and V stay in L2.",
+        "tile's head again, but K and V mostly stay in L2.",
         f"At d=128 and N={longest}, K/V outer accesses {wide[0]} times as many bytes as standard "
         f"attention, but moves {wide[1]} times as many bytes through DRAM. In fp32, registers "
         "limit a tile to few columns, so K/V outer reads and writes each row of O many times.",

@@ -79,7 +79,7 @@ A range that contains 1 and does not reach halfway does not agree with the publi
 - Numbers that were measured on different GPUs are never divided by each other. A question that \
 needs such a ratio gets the verdict "not comparable".
 - If a claim is true for some sizes, algorithms or masks only, the table has one row for each part \
-of the claim. The parts together contain every measured size that the claim is about.
+of the claim. The parts together contain every size that the column *setting here* names.
 - If a paper publishes a range or a bound instead of a number, our number must be in the range or \
 within the bound. The allowed factor between our number and the published number does not apply \
 to published ranges and bounds.
