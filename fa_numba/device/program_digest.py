@@ -242,7 +242,7 @@ def _python_of(value: Any) -> Any:
 
 def _is_installed(module: str) -> bool:
     first = module.partition(".")[0]
-    return first in _INSTALLED or first in sys.stdlib_module_names and first != "__main__"
+    return first in _INSTALLED or first in sys.stdlib_module_names
 
 
 def _is_opaque(function: FunctionType) -> bool:

@@ -6,9 +6,10 @@ import importlib.util
 import itertools
 import math
 import sys
+import textwrap
 from collections import namedtuple
 from fractions import Fraction
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -248,6 +249,10 @@ def test_what_has_no_source_counts_by_its_name_or_its_text():
     record = namedtuple("record", "a b", defaults=[3])
     assert read._named(record)[:2] == ("record class", ("a", "b"))
     assert read._named(math.exp) == ("name", "math.exp")
+    # A Python function of an installed package is its name, in closures as in calls.
+    assert read.value(textwrap.dedent) == ("name", "textwrap.dedent")
+    nowhere = FunctionType((lambda: 3).__code__, {"__name__": None})
+    assert nowhere.__module__ is None and read.value(nowhere) == read.function(nowhere).digest
     assert read._named(np.float32) == ("name", "numpy.float32")
     assert read._named(np.dtype("float16")) == ("text", "float16")
     kind, dtype, shape, _ = read.value(np.zeros((2, 3), np.float16))

@@ -342,6 +342,9 @@ def test_an_unknown_published_item_is_refused_with_what_there_is(wanted, values)
     assert str(error.value).startswith(
         f"{published_numbers.FILE} has no line with {said}; {values}, "
     )
+    with pytest.raises(StoreError) as of_a_method:  # other columns do not hide it
+        published_numbers.lookup(**wanted, method="Standard")
+    assert str(of_a_method.value) == str(error.value)
 
 
 def test_a_published_number_is_one_line():

@@ -299,6 +299,8 @@ def test_a_tensor_map_with_ends_spans_at_most_its_second_axis():
     message = f"it must span at most {2**30} steps of 128 bytes, got {2**30 + rows + 1}"
     with pytest.raises(ValueError, match=message):
         assert TiledArray(array, 8, "float16", ends=True).layout
+    most = SimpleNamespace(shape=(1, 1, WRAPS - 1, 64), strides=(0, 0, 128, 2))
+    assert TiledArray(most, 8, "float16", ends=True).layout.shape[1] == WRAPS
     layout = TiledArray(array[:1], 8, "float16", ends=True).layout
     assert layout.shape[:3] == (2 * WRAPS, rows + 1, WRAPS) and WRAPS == 2**30
     assert (layout.strides[0] * WRAPS + 128 * WRAPS) % 2**64 == 0

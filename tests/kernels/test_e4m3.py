@@ -7,7 +7,7 @@ import pytest
 from helpers import assert_counts, refused, running
 
 import fa_numba
-from fa_numba import Tiles, device, reference
+from fa_numba import Tiles, bounds, device, reference
 from fa_numba.host import planning, standard
 from fa_numba.host.arrays import numpy_dtype
 
@@ -290,6 +290,16 @@ def test_tiles_need_not_divide_a_block_without_scales_of_blocks():
 def test_refused(options, says):
     with refused(ValueError, [says]):
         fa_numba.plan(SHAPE, (1, 1, 200, 64), **{"dtype": E4M3, **options})
+
+
+def test_the_kernel_of_o_is_the_same_with_a_causal_mask():
+    """Masks change S and P only. The kernel reads the lengths of sequences, not the mask."""
+    with bounds.DEVICES["H200"].planning():
+        how = {"dtype": E4M3, "algorithm": "standard"}
+        plain, causal = (
+            fa_numba.plan(SHAPE, SHAPE, causal=c, **how).launched for c in (False, True)
+        )
+    assert plain[0] is not causal[0] and plain[-1] is causal[-1]
 
 
 def test_a_prefix_is_refused():
