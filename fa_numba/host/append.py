@@ -40,7 +40,7 @@ def append(
     pages: tuple[Any, Any],
     new: tuple[Any, Any],
     scales: tuple[Any, Any],
-    options: dict[str, Any],
+    options: dict[str, object],
     stream: Any,
 ) -> None:
     """Write new keys and values to the pages of a K/V cache.
@@ -104,7 +104,7 @@ def check_rows(new: int, most: int) -> None:
 
 
 def _first_append(
-    given: tuple, scales: tuple[Any, Any], options: dict[str, Any], stream: Any, call: Any
+    given: tuple, scales: tuple[Any, Any], options: dict[str, object], stream: Any, call: Any
 ) -> None:
     stored = (*UNSCALED, E4M3.name)
     kinds = stored, stored, UNSCALED, UNSCALED
@@ -169,7 +169,7 @@ def _first_append(
         placement.check_grid(plan, "k_new")
         values = dict(zip(_INTEGERS, (paged.table, lens, host_counts), strict=True))
 
-        def run(found: dict[str, Any], stream: Any) -> None:
+        def run(found: dict[str, object], stream: Any) -> None:
             found |= {name: heads_first(found[name], heads != 1) for name in NAMES}
             for name, value in values.items():
                 if name not in found:

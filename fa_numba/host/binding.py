@@ -260,7 +260,7 @@ class Binding:
 
     def values(
         self, problem: Problem, given: Mapping[str, Any], score_unit: float
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """Return the fields of the kernels' last argument, ``options``, by name.
 
         The result has fields only for options that the call uses. ``given`` maps names to arrays
@@ -270,7 +270,7 @@ class Binding:
         given = {**given, **self.numbers}
         mask: Any = self.block_mask
         call = Bound(problem, given, score_unit, mask, self.paged.table)
-        values: dict[str, Any] = {}
+        values: dict[str, object] = {}
         mod = problem.score_mod
         features = Features.of(
             problem,

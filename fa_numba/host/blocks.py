@@ -196,7 +196,7 @@ def create(
         steps = STEPS_PER_ELEMENT * B * H * Nq * Nk
         placement.check_steps(plan, f"mask_mod over {B * H} x {Nq} x {Nk} elements", steps)
 
-        def run(found: dict[str, Any], stream: Any) -> None:
+        def run(found: dict[str, object], stream: Any) -> None:
             execute(plan, found, stream, lambda _: binding.values(problem, found, 1.0))
 
         made = launch_cache.run_and_keep(plan, inputs, None, None, run)

@@ -37,7 +37,7 @@ def execute_attention(
     contains the other options. ``stream`` is as in ``execute``.
     """
     problem = plan.problem
-    found: dict[str, Any] = {
+    found: dict[str, object] = {
         "scale": problem.scale,
         "score_scale": score_scale(problem, plan.score_unit),
         "group": problem.group,  # query heads that read one K/V head
@@ -48,7 +48,7 @@ def execute_attention(
         found |= {name: device.as_halves(found[name]) for name in "KV"}
     rows = {name: by_heads(problem, arrays[name]) for name in _ROWS if name in arrays}
 
-    def options(workspace: Mapping[str, Any]) -> dict[str, Any]:
+    def options(workspace: Mapping[str, Any]) -> dict[str, object]:
         given = {**arrays, **rows}
         if plan.kv_splits > 1:
             given |= {"kv_splits": plan.kv_splits} | {name: workspace[name] for name in SPLIT_SUMS}

@@ -154,7 +154,7 @@ def _copy(found: Operand) -> Any:
     return made
 
 
-def _interface(found: Operand) -> dict[str, Any]:
+def _interface(found: Operand) -> dict[str, object]:
     """Return the ``__cuda_array_interface__`` of an array on a GPU."""
     layout = {"shape": found.shape, "strides": found.strides, "data": (found.pointer, True)}
     return layout | {"typestr": np.dtype(found.dtype).str, "version": 3}

@@ -317,7 +317,7 @@ def run_and_keep(
     inputs: Mapping[str, Operand],
     stream: Any,
     call: Call | None,
-    run: Callable[[dict[str, Any], Any], None],
+    run: Callable[[dict[str, object], Any], None],
     target: Operand | None = None,
     words: Mapping[str, int] | None = None,
 ) -> list[Any]:

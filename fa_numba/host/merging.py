@@ -79,13 +79,13 @@ def _whole(
     return _merged((name, layout), arrays, layout, stream, planned)
 
 
-def _numbered(name: str, parts: Sequence[Any]) -> dict[str, Any]:
+def _numbered(name: str, parts: Sequence[Any]) -> dict[str, object]:
     return {f"{name}[{n}]": x for n, x in enumerate(parts)}
 
 
 def _merged(
     key: tuple,
-    arrays: dict[str, Any],
+    arrays: dict[str, object],
     layout: Any,
     stream: Any,
     planned: Callable[..., LaunchPlan],
@@ -128,7 +128,7 @@ def _merged(
         plan = planned(sizes, (first.shape, of_rows), [x.dtype for x in matrices], aligned)
         placement.check_grid(plan, first.name)
 
-        def run(found: dict[str, Any], stream: Any) -> None:
+        def run(found: dict[str, object], stream: Any) -> None:
             how = axes == LAYOUTS["bnhd"], axes == PACKED_AXES
             execute(plan, {n: heads_first(x, *how) for n, x in found.items()}, stream)
 
@@ -256,7 +256,7 @@ def plan_of_merge_in_place(
     return LaunchPlan(launches=(launch,), updated=("x", "lse"))
 
 
-def _run(arrays: dict[str, Any], layout: str) -> None:
+def _run(arrays: dict[str, object], layout: str) -> None:
     def planned(sizes: Any, _: Any, dtypes: Any, aligned: bool) -> LaunchPlan:
         return plan_of_merge_in_place(sizes, dtypes, aligned, "lse" in arrays)
 

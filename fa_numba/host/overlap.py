@@ -22,7 +22,7 @@ def _addresses(memory: Operand) -> np.ndarray:
     ``memory`` may be on a GPU. Only the layout of the result may be used: its elements must not be
     read.
     """
-    interface: dict[str, Any] = {"data": (memory.pointer, True), "version": 3}
+    interface: dict[str, object] = {"data": (memory.pointer, True), "version": 3}
     interface |= {"shape": memory.shape, "strides": memory.strides}
     interface["typestr"] = f"|V{STORED[memory.dtype].bytes}"
     return np.asarray(SimpleNamespace(__array_interface__=interface))

@@ -151,10 +151,10 @@ def _call_first_time(
         return launch_cache.run_and_keep(plan, named, stream, call, run, target, arguments.seeds)
 
 
-def _execute(plan: PrefixPlan, arguments: Binding, arrays: dict[str, Any], stream: Any) -> None:
+def _execute(plan: PrefixPlan, arguments: Binding, arrays: dict[str, object], stream: Any) -> None:
     p = plan.problem
 
-    def lengths(_: Any) -> dict[str, Any]:
+    def lengths(_: Any) -> dict[str, object]:
         return {} if p.q_lens is None else {"q_lens": sent(np.array(p.q_lens, np.int32))}
 
     with device.scratch(stream) as allocate:

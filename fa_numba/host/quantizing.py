@@ -107,7 +107,7 @@ def _first_quantize(x: Any, per: str, rotate: Any, layout: Any, stream: Any, cal
         words = dict(zip(SEEDS, seed_words(seed or 0, 0), strict=True))
         turned = axes != LAYOUTS["bhnd"]
 
-        def run(found: dict[str, Any], stream: Any) -> None:
+        def run(found: dict[str, object], stream: Any) -> None:
             execute(plan, found | {n: heads_first(found[n], turned) for n in "XY"}, stream)
 
         made = launch_cache.run_and_keep(plan, {"X": given}, stream, call, run, words=words)
