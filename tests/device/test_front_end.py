@@ -414,6 +414,17 @@ def test_numbas_own_pass_runs_where_the_ends_of_variables_are_needed(reason):
     assert legalized_without_ends(lambda self, state: "Numba's")(None, state) == "Numba's"
 
 
+def test_a_kernel_with_ends_of_variables_is_refused():
+    """Numba's pass refuses them, too."""
+    code = run_frontend(lambda: None)
+    (block,) = code.blocks.values()
+    block.body.insert(0, ir.Del("x", block.loc))
+    flags = SimpleNamespace(nrt=False, debuginfo=False)
+    state = SimpleNamespace(flags=flags, func_ir=code)
+    with pytest.raises(errors.CompilerError, match="del found"):
+        legalized_without_ends(None)(None, state)
+
+
 def test_an_error_names_the_pass_and_the_cause():
     def wrong(X):
         X.nothing()

@@ -17,6 +17,7 @@ import pytest
 from compare_ptx import ptx_of, without_names
 from llvmlite import ir
 from numba import types
+from numba.core import utils
 
 import fa_numba
 from fa_numba import device
@@ -251,6 +252,8 @@ def test_what_has_no_source_counts_by_its_name_or_its_text():
     assert read._named(math.exp) == ("name", "math.exp")
     # A Python function of an installed package is its name, in closures as in calls.
     assert read.value(textwrap.dedent) == ("name", "textwrap.dedent")
+    read_ir = utils.get_nargs_range
+    assert read.value(read_ir) == ("name", f"{read_ir.__module__}.get_nargs_range")
     nowhere = FunctionType((lambda: 3).__code__, {"__name__": None})
     assert nowhere.__module__ is None and read.value(nowhere) == read.function(nowhere).digest
     assert read._named(np.float32) == ("name", "numpy.float32")

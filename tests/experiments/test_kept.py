@@ -657,6 +657,8 @@ def test_a_module_is_left_without_sentences_that_nothing_uses(value, left_out):
     used = "words = 1\nrun(words)\n"
     with_it = code_digest.of_text(f"{used}NAME = {value}\n")
     assert (with_it == code_digest.of_text(used)) == left_out
+    several = code_digest.of_text(f"{used}NAME, OTHER = OTHERS = {value}\n")
+    assert (several == code_digest.of_text(used)) == left_out
     assert code_digest.of_text(f"{used}NAME = {value}\nrun(NAME)\n") != code_digest.of_text(used)
 
 

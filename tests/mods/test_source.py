@@ -7,6 +7,7 @@ import pytest
 import random_functions
 
 from fa_numba import mods
+from fa_numba.mods import source
 from fa_numba.mods.source import kind_of_capture
 
 
@@ -24,3 +25,24 @@ def test_only_what_can_be_called_is_a_function_of_math():
     """The object's class says that it is defined in the module math."""
     assert kind_of_capture(math.exp) == "call exp"
     assert kind_of_capture(type("Odd", (), {"__module__": "math"})()).startswith("?")
+
+
+def test_a_constant_lambda_without_positions_is_found_by_its_constant(tmp_path):
+    """Python 3.12 gives its instructions no positions."""
+    file = tmp_path / "lambdas.py"
+    file.write_text("one, two = lambda s: 1.0, lambda s: 2.0\n")
+    namespace = {}
+    exec(compile(file.read_text(), str(file), "exec"), namespace)
+
+    class Code:
+        co_filename, co_firstlineno, co_name = str(file), 1, "<lambda>"
+
+        def __init__(self, function):
+            self.co_consts = function.__code__.co_consts
+
+        def co_positions(self):
+            return []
+
+    for name, value in (("one", 1.0), ("two", 2.0)):
+        found = source._found.__wrapped__(Code(namespace[name]), str(file))
+        assert found.node.body.value == value

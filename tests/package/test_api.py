@@ -385,8 +385,9 @@ _PAGES = {"k": array(1, 1, 16, 4), "v": array(1, 1, 16, 4)}
 def test_a_masked_array_is_refused(name, given):
     q = array(1, 1, 4, 4)
     wrong = f"{name}.* must be an array without a mask, got a NumPy masked array; pass "
-    with pytest.raises(TypeError, match=wrong):
+    with pytest.raises(TypeError, match=wrong) as error:
         fa_numba.flash_attention_2(**{"q": q, "k": q, "v": q} | given)
+    assert ("attn_mask to hide keys" in str(error.value)) == (name in ("q", "k", "v"))
 
 
 def test_what_takes_no_masked_array_beside_attention():
