@@ -574,6 +574,9 @@ def test_the_workspace_is_the_plans(gpu):
             with devices.track_memory() as memory:
                 fa_numba.attention(*there, algorithm=algorithm)
             assert memory.peak_bytes == plan.workspace_bytes and memory.live_bytes == 0
+            peak = memory.peak_bytes
+            fa_numba.attention(*there, algorithm="standard")  # the trace has ended
+            assert memory.peak_bytes == peak
 
 
 def test_a_failed_launch_frees_the_workspace(gpu):
