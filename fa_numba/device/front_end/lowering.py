@@ -88,7 +88,7 @@ def without_debug_sizes(alloca: Callable) -> Callable:
 
     def alloca_lltype(self: Any, name: str, lltype: Any, datamodel: Any = None) -> Any:
         if isinstance(self.debuginfo, DummyDIBuilder):
-            return cgutils.alloca_once(self.builder, lltype, name=name, zfill=False)
+            return cgutils.alloca_once(self.builder, lltype, name=name)
         return alloca(self, name, lltype, datamodel)
 
     return alloca_lltype
