@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import experiments
-from experiments.lab.record import FIGURES, Store, frames
+from experiments.lab.record import FIGURES, Store, frames, registry
 from experiments.lab.record.store import COLUMNS
 
 # What else identifies a row of one sweep, beside the quantity that varies.
@@ -115,3 +115,10 @@ def test_a_frame_needs_pandas(frame, installed, monkeypatch):
         assert found.kinds == {"Br": "Int64", "Bc": "Int64", "n": "Int64"}
         found = found.columns
     assert len(found["value"]) > 0
+
+
+def test_rows_without_sweeps_are_of_the_experiments_name():
+    own, row = registry.load("speed"), object()
+    assert registry.sweeps(own)(row) == "speed"
+    with_sweeps = SimpleNamespace(__name__="experiments.some", sweep_of=lambda row: row)
+    assert registry.sweeps(with_sweeps)(row) is row
