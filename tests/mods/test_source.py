@@ -46,3 +46,10 @@ def test_a_constant_lambda_without_positions_is_found_by_its_constant(tmp_path):
     for name, value in (("one", 1.0), ("two", 2.0)):
         found = source._found.__wrapped__(Code(namespace[name]), str(file))
         assert found.node.body.value == value
+
+
+def test_a_lambda_in_the_line_of_a_function_is_found():
+    text = "def made(): return lambda b, h, i, j: i > j\n"
+    function = random_functions.function_of(text, {}, "made")()
+    mod, _ = mods.captured("mask_mod", function)
+    assert "> int32(j - origin)" in mod.value.text

@@ -145,7 +145,7 @@ def _leave_out(node: ast.AST, unwanted: Callable[[ast.stmt], bool]) -> None:
         return
     for name, empty in _BLOCKS.items():
         block = getattr(node, name, None)
-        if isinstance(block, list) and block:
+        if isinstance(block, list):
             setattr(node, name, [each for each in block if not unwanted(each)] or empty)
 
 
