@@ -133,28 +133,22 @@ def mma_tiles(
         kinds = ("keys planes",) if keys else (f"{features.planes} planes", "planes")
     row = size("mma", algorithm, of, head_dim, *kinds)
     Br, Bc, least_rows, least_columns = row.Br, row.Bc, 16, 32 if keys else 16
-    known = features if planes else PLAIN
-    sized: Callable = functools.partial(
-        select_mma_spec, head_dim=head_dim, shared_limit=shared_limit, features=known
-    )
+    sizes: dict[str, Any] = {"head_dim": head_dim, "shared_limit": shared_limit}
+    if planes:
+        sizes["features"] = features
     gradients = of == "bwd" and algorithm != "standard"
     if gradients:
-        select: Callable = functools.partial(
-            select_mma_backward_spec,
-            head_dim=head_dim,
-            shared_limit=shared_limit,
-            features=known,
-            algorithm=algorithm,
-        )
+        sizes["algorithm"] = algorithm
+        select: Callable = functools.partial(select_mma_backward_spec, **sizes)
         few = max(seqlen_q, seqlen_k) <= 128  # no more than two such tiles
         if (Br, Bc) == (64, 128) and (few or not is_valid(Tiles(Br, Bc), select)):
             Br, Bc = 32, 64
         least_rows = 16 * row_warps_of(head_dim)
     elif algorithm == "standard":
-        select = functools.partial(sized, kind=StandardSpec)
+        select = functools.partial(select_mma_spec, kind=StandardSpec, **sizes)
     else:
         kind = MmaDqSpec if of == "dQ" else MmaSpec
-        select = functools.partial(sized, kind=kind, splits_keys=keys)
+        select = functools.partial(select_mma_spec, kind=kind, splits_keys=keys, **sizes)
     Br, Bc = _needed(Br, seqlen_q, least_rows), _needed(Bc, seqlen_k, least_columns)
     found = _shrunk(Br, Bc, select, least_rows, least_columns)
     threads = None

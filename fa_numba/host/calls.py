@@ -8,7 +8,7 @@ from typing import Any
 
 from fa_numba import mods
 from fa_numba.choices.requests import Choices
-from fa_numba.dtypes import DTYPES, E4M3, UNSCALED
+from fa_numba.dtypes import DTYPES, E4M3
 from fa_numba.host import execution, held, launch_cache, placement, planning
 from fa_numba.host.arrays import (
     SUMS,
@@ -79,10 +79,13 @@ def _call_first_time(
     if choices.passes == "bwd" and not choices.dlse:
         del names["dlse"]
         given = given[:-1]
-    allowed: dict[str, Sequence[str]] = {"lse": SUMS, "dlse": SUMS}
+    dtypes: dict[str, dict[str, Sequence[str]]] = {
+        "lse": {"allowed": SUMS},
+        "dlse": {"allowed": SUMS},
+    }
     if choices.passes == "fwd":
-        allowed |= dict.fromkeys("qkv", tuple(DTYPES))
-    inputs = [operand(n, x, allowed.get(n, UNSCALED)) for n, x in zip(names, given, strict=True)]
+        dtypes |= {name: {"allowed": tuple(DTYPES)} for name in "qkv"}
+    inputs = [operand(n, x, **dtypes.get(n, {})) for n, x in zip(names, given, strict=True)]
     arguments = Binding.of(options)
     matrices, rows = inputs[:5], inputs[5:]
     q, k, v, *others = matrices

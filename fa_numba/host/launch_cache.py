@@ -81,7 +81,7 @@ class Call(NamedTuple):
         arrays = self.block_mask.lists.at(self.ordinal, tile)
         own = [x.pointer for x in arrays.values()]
         pointers = [*self.pointers[: self.slot], *own, *self.pointers[self.slot :]]
-        return self._replace(pointers=pointers)
+        return self._replace(pointers=pointers, block_mask=None)
 
 
 @dataclass(frozen=True)
