@@ -597,10 +597,13 @@ def test_what_a_backward_kernel_on_hopper_knows_of_a_call(algorithm, change, fie
     assert one != other == replace(one, **{field: getattr(other, field)})
 
 
-def test_tuned_tiles_are_of_one_head_dimension():
-    """FA-1's tuned tiles of head_dim 128 differ from the rule's, which a smaller V takes."""
+def test_tuned_tiles_are_of_aligned_rows_and_one_head_dimension():
+    """FA-1's tuned tiles of head_dim 128 differ from the rule's tiles, which other calls have."""
     shape, how = (2, 32, 2048, 128), {"algorithm": "fa1", "unit": "mma", "dtype": "float16"}
     with bounds.DEVICES["H200"].planning():
         tuned = fa_numba.plan(shape, shape, **how).tiles
         smaller = fa_numba.plan(shape, shape, (*shape[:3], 64), **how).tiles
-    assert smaller == Tiles(128, 128, 256, 1) != tuned
+        problem = Problem.from_shapes(shape, shape, dtype="float16")
+        choices = Choices("fa1", "fwd", unit="mma")
+        unaligned = planning.plan_of_attention(problem, choices, aligned=False).tiles
+    assert smaller == unaligned == Tiles(128, 128, 256, 1) != tuned
