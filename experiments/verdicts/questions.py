@@ -152,7 +152,6 @@ class Question:
             return Finding("", NOT_MEASURED, said)
         except DifferentGpus as different:
             return Finding("", NOT_COMPARABLE, str(different))
-        alone = rule.judge(self.kind, self.trend, points, beside)
         if differs:
             comparable = points
         judged = rule.judge(self.kind, self.trend, comparable, beside)
@@ -165,7 +164,7 @@ class Question:
                 trend = "at least halfway" if self.trend == "size" else f"same {self.trend}"
                 words.append(f"{trend} at {agreeing}")
         if differs:
-            return Finding("; ".join(words), NOT_COMPARABLE, differs, alone.verdict)
+            return Finding("; ".join(words), NOT_COMPARABLE, differs, judged.verdict)
         words += [divisor] if divisor else []
         if judged.verdict != REPRODUCED and self.not_measured:
             return Finding("; ".join(words), NOT_MEASURED, self.not_measured)

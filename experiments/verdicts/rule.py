@@ -286,20 +286,21 @@ def judge(
     elif trend == "shape":
         agreeing = _in_shape(points, factor)
     elif trend == "size":
+        unsure = [undecided(p, factor) for p in points]
         # A range that contains 1, but does not reach halfway, is a ratio of 1.
         within = [
-            near and (undecided(p, factor) or not _near_one(p, factor))
-            for near, p in zip(within, points, strict=True)
+            near and (may_be_either or not _near_one(p, factor))
+            for near, may_be_either, p in zip(within, unsure, points, strict=True)
         ]
         agreeing = [near or halfway(p) for near, p in zip(within, points, strict=True)]
+        if points and all(unsure):
+            return Judgement(NOT_MEASURED, within, agreeing)
     elif trend == "level":
         agreeing = [
             all(1 / NEAR <= x <= NEAR for x in (p.ours, *ends(p.published))) for p in points
         ]
     else:
         agreeing = within
-    if trend == "size" and points and all(undecided(point, factor) for point in points):
-        return Judgement(NOT_MEASURED, within, agreeing)
     verdict = REPRODUCED if all(within) else TREND if enough(agreeing) else REFUTED
     return Judgement(verdict, within, agreeing)
 
