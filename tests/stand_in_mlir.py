@@ -1,4 +1,6 @@
-"""A stand-in for the package numba_cuda_mlir: its dialects compute with numbers instead of writing.
+"""A stand-in for the package numba_cuda_mlir.
+
+The real dialects write MLIR operations. The dialects of the stand-in compute with numbers instead.
 
 A value of the stand-in has a type and a number (a pointer: its address; a vector or a structure: a
 tuple). `done` lists each access to memory and each inline instruction. A load returns the addresses

@@ -1,8 +1,8 @@
-"""The texts that kernels have of a caller's function are what they were: `data/written.csv`.
+"""Tests that the text that kernels contain for a caller's function is unchanged.
 
-A changed text gives a kernel another digest: kernels are compiled again, and recordings with such a
-kernel count as outdated. `python tests/test_written.py` writes the file again after a change that
-is meant.
+The expected texts are in `data/written.csv`. If a text changes, the digests of the kernels with
+this text change. These kernels are then compiled again, and their recordings count as outdated.
+After an intended change, `python tests/test_written.py` writes the file again.
 """
 
 import ast

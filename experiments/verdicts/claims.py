@@ -28,7 +28,7 @@ TILES = N // TILE
 # the softmax.
 UNFUSED = (peers.UNFUSED, peers.UNFUSED_MASKED)
 FLASH = {"FA-1": "fa1-simt", "FA-2": "fa2-simt"}
-# The series of each loop order in fp16. The faster grid of FA-1 counts.
+# Maps each loop order to its series in fp16. FA-1 has two grids. The faster one is used.
 IN_FP16: dict[str, str | tuple[str, ...]] = {"FA-1": FASTER_FA1, "FA-2": "fa2-mma"}
 MORE, LESS, TWICE = Bounds(1, math.inf), Bounds(0, 1), Bounds(2, math.inf)
 
@@ -396,8 +396,8 @@ def latency(level: str) -> Quantity:
 def full_over_causal(order: str) -> Quantity:
     """Return the time of a call without a mask / the time of the same call with a causal mask.
 
-    `order` is "FA-1" or "FA-2". The calls are all calls in fp16 with both times. Of several grids,
-    the faster grid counts.
+    `order` is "FA-1" or "FA-2". The calls are all fp16 calls that were timed with and
+    without a causal mask. If a call was timed with several grids, the shortest time is used.
     """
     times = partial(rows, "speed_fp16", "pass_", "head_dim", "seqlen_q", series=IN_FP16[order],
                     pass_=("fwd", "bwd"), fold=min, **TIMES)  # fmt: skip
@@ -603,7 +603,8 @@ BESIDE: dict[str, Pairs] = {
     "C16": {"FA-1, all": tiles("fa1-simt", "Q"), "FA-2, all": tiles("fa2-simt", "K")},
     "C23": {"causal": tiles("fa2-simt", "K", causal=True)},
 }
-# The claim is from FA-2's abstract, whose Figure 7 gives PyTorch's speed on an H100.
+# Claim C10 is from the abstract of FA-2's paper. Figure 7 of the paper gives PyTorch's speed on an
+# H100.
 CONTROL = {key: divisor("fa2", "Fig. 7", "PyTorch", "fwd+bwd", "torch-unfused")
            for key in ("C10, no mask, FA-1", "C10, no mask, FA-2", "C10, causal")}  # fmt: skip
 QUESTIONS = declared(PAIRS, BESIDE, CONTROL)

@@ -70,11 +70,12 @@ An H200 counts as an H100 here, because both have 132 equal multiprocessors; onl
 differ. At a comparable point, our divisor's speed is within the factor 1.15 of the published \
 speed. The verdict is about the comparable points. If they are fewer than half of the tested \
 points, the verdict is "not comparable".
-- A measured ratio of two numbers decides nothing if the ranges of the two numbers overlap, and \
-the published ratio is within the factor 1.15 of 1, but does not tie with 1. The range of our \
-ratio must also reach halfway to the published ratio. Our measurement then cannot tell the \
-published ratio from a ratio of 1. If this is true at every point, the verdict is "not measured". \
-A range that contains 1 and does not reach halfway does not agree with the published ratio.
+- A measurement can be too inexact to tell a published ratio from 1. This is so if three \
+conditions are true: the ranges of our two numbers overlap; the published ratio is within the \
+factor 1.15 of 1, but does not tie with 1; and the range of our ratio reaches at least halfway to \
+the published ratio. If they are true at every point, the verdict is "not measured". If the range \
+of our ratio contains 1, but does not reach halfway, our ratio does not agree with the published \
+ratio.
 - A paper's size, bandwidth or speed of a GPU is comparable only with a number of the same GPU.
 - Numbers that were measured on different GPUs are never divided by each other. A question that \
 needs such a ratio gets the verdict "not comparable".
@@ -322,11 +323,12 @@ def _near_one(point: Point, factor: float) -> bool:
 
 
 def undecided(point: Point, factor: float) -> bool:
-    """Return whether a measured ratio cannot tell the published ratio from a ratio of 1.
+    """Return whether our measurement is too inexact to tell the published ratio from 1.
 
-    This is the case if our two numbers tie because their ranges overlap, and 1 is within `factor`
-    of the published ratio, but does not tie with it. The range of our ratio must also reach halfway
-    to the published ratio (see `halfway`). A published range decides every point.
+    Three conditions must be true. The range of our ratio contains 1, so that our two numbers tie.
+    The published ratio is within `factor` of 1, but does not tie with 1 (see `tied`). One end of
+    the range of our ratio is at least halfway to the published ratio (see `halfway`). If a range is
+    published instead of a ratio, the result is False.
     """
     reaches = any(halfway(replace(point, ours=end)) for end in ends(point.ours))
     return reaches and _near_one(point, factor)

@@ -135,7 +135,8 @@ class EmulatorError(RuntimeError):
 class WrongType(EmulatorError):
     """A variable of a kernel of this package that Numba would make 64 bits wide on a GPU.
 
-    The error is raised before the kernel's first run. The emulator's own results would not differ.
+    The emulator computes with Python's numbers, and its results would not show the difference. It
+    therefore raises the error before the kernel's first run.
     """
 
 

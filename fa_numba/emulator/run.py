@@ -328,11 +328,11 @@ class Launch(Products):
         return [whole]
 
     def _divided(self, numbers: np.ndarray, apart: Iterable[int]) -> list[Group]:
-        """Return the groups of a thread block whose threads have the group numbers `numbers`.
+        """Divide the threads of a thread block into groups, and return the groups.
 
-        `apart` contains each number once. If the thread block before was divided in the same way,
-        its groups are used again. The thread blocks of a grid that synchronises do not share
-        groups, because they run at the same time.
+        `numbers[t]` is the number of the group of thread t. `apart` contains each number once. If
+        the previous thread block was divided in the same way, its groups are used again. The thread
+        blocks of a grid that synchronises do not share groups, because they run at the same time.
         """
         division = numbers.tobytes()
         if division != self._apart[0] or self._grid is not None:

@@ -85,7 +85,10 @@ def test_what_cannot_be_kept_is_compiled(compilations, monkeypatch):
 
 
 def test_a_forked_process_returns_what_it_compiled(monkeypatch):
-    """The first kernel is compiled in this process, and so is a kernel that raises an error."""
+    """No process is forked for the first kernel. The result None asks the caller to compile.
+
+    This is so for the first kernel, and for a kernel whose compilation raises an error.
+    """
     monkeypatch.setattr(offline, "_loaded", [])
     monkeypatch.setattr(
         offline, "from_source", lambda kernel, arch: (f"PTX by {os.getpid()}", arch)

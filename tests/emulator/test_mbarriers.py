@@ -78,10 +78,11 @@ def begin(bars, first, second=0):
 
 
 def test_warpgroups_run_apart_from_the_first_mbarrier_on(monkeypatch):
-    """The first thread block of the first launch begins again, before it has stored anything.
+    """The first thread block of the first launch is restarted before it has stored anything.
 
-    A later launch of the same code begins with the warpgroups apart. The thread blocks always run
-    alone, and the next thread block uses the groups of the thread block before it again.
+    Its warpgroups are then divided into groups. A later launch of the same code divides them from
+    the beginning. Thread blocks run one at a time, and each thread block uses the groups of the
+    previous thread block again.
     """
 
     def made():

@@ -465,7 +465,7 @@ def test_a_digest_is_of_a_program_without_words(old, new, changes):
 
 
 def test_the_normal_form_of_a_program_is_what_it_was():
-    """Another one gives all code another digest: all recordings would count as outdated."""
+    """A changed form would change all digests of code. All recordings would count as outdated."""
     data = Path(__file__).parents[1] / "data"
     made = code_digest.of_text((data / "normal_form.py.txt").read_text("utf-8"))
     assert made.splitlines() == (data / "normal_form.txt").read_text("utf-8").splitlines()

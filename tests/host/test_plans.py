@@ -598,7 +598,11 @@ def test_what_a_backward_kernel_on_hopper_knows_of_a_call(algorithm, change, fie
 
 
 def test_tuned_tiles_are_of_aligned_rows_and_one_head_dimension():
-    """FA-1's tuned tiles of head_dim 128 differ from the rule's tiles, which other calls have."""
+    """FA-1 has tuned tiles for head_dim 128.
+
+    Calls with unaligned rows, or with a different head_dim of V, have the tiles of the rule, which
+    differ.
+    """
     shape, how = (2, 32, 2048, 128), {"algorithm": "fa1", "unit": "mma", "dtype": "float16"}
     with bounds.DEVICES["H200"].planning():
         tuned = fa_numba.plan(shape, shape, **how).tiles
